@@ -10,12 +10,16 @@ from typing import Any, Literal
 
 import torch
 
+from raysharding.arguments import check_int
 from raysharding.tree import children, leaves, map_leaves, rebuild
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Rows to distribute over the ranks in order: sizes differ by at most one, the larger parts come first.
+    """Rows to distribute over the ranks in order: sizes differ by at most one item, the larger parts come first.
+
+    An item is one row, or `rows_per_item` consecutive rows that belong together: a chosen and a rejected answer, or a
+    query with its candidates. The rows of an item stay on one rank, and in one part of an accumulation.
 
     If the `Split` of a mapping with str keys, such as a tokenizer's `BatchEncoding`, is the only positional argument,
     the model gets the mapping's tensors as keyword arguments: `group.forward(Split(batch))`. If a model's forward takes
@@ -27,10 +31,13 @@ class Split:
     list of numbers, or of equally long lists of numbers, becomes the tensor that `torch.tensor` makes of it."""
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
+    rows_per_item: int = 1
+    """Number of consecutive rows that belong together, the same in all Splits of a call. Default 1."""
 
     def __post_init__(self) -> None:
-        """Make tensors of lists of numbers; raise ValueError if these differ in length, or `dim` is not an integer."""
+        """Make tensors of lists of numbers; raise ValueError if these differ in length, or an option is invalid."""
         _check_dim("Split", self.dim)
+        check_int("rows_per_item", self.rows_per_item)
         if not isinstance(self.value, torch.Tensor):
             object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
 
@@ -58,14 +65,14 @@ class Split:
 
     def rows(self, start: int, num_rows: int) -> Split:
         """Return copies of rows `start … start + num_rows`: sending a view would send its whole storage."""
-        return Split(map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value), self.dim)
+        return replace(self, value=map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value))
 
     def resized(self, num_rows: int) -> Split:
-        """Return the first `num_rows` rows, or row 0 repeated if there are fewer (1 row becomes 2)."""
+        """Return the first `num_rows` rows, whole items, or the first item repeated if there are fewer rows."""
         if self.num_rows() >= num_rows:
             return self.rows(0, num_rows)
-        first = self.rows(0, 1).value
-        return Split(map_leaves(lambda _, leaf: torch.cat([leaf] * num_rows, dim=self.dim), first), self.dim)
+        first, times = self.rows(0, self.rows_per_item), num_rows // self.rows_per_item
+        return replace(first, value=map_leaves(lambda _, leaf: torch.cat([leaf] * times, dim=self.dim), first.value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +180,15 @@ class RankBatch:
     wrapped_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments; split values stay wrapped in `Split`."""
     num_rows: int | None = None
-    """Number of this rank's rows. 0: the rank has one dummy row, a copy of row 0. `None`: the call has no `Split`."""
+    """Number of this rank's rows. 0: the rank has a dummy item, a copy of item 0. `None`: the call has no `Split`."""
     rows: tuple[int, ...] = ()
     """Every rank's `num_rows`, by rank; empty if the call has no `Split`."""
     dim: int = 0
     """The dim of the outputs that holds rows: the Splits' dim if all Splits name the same, else 0."""
     fetch_s: float | None = None
     """Longest wait for the value of an `ObjectRef`, in seconds; `None`: no rank's arguments have one."""
+    rows_per_item: int = 1
+    """Number of consecutive rows that belong together; see `Split`."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -193,14 +202,14 @@ class RankBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """True if this rank has no rows of its own, only a dummy row with which it joins the others' collectives."""
+        """True if this rank has no rows of its own, only a dummy item with which it joins the others' collectives."""
         return self.num_rows == 0
 
     def parts(self, num_parts: int) -> list[RankBatch]:
-        """Split the rows of every rank into parts, each a call of its own, whose sizes differ by at most one row.
+        """Split the rows of every rank into parts, each a call of its own, whose sizes differ by at most one item.
 
         Args:
-            num_parts: Number of parts, 1 or more; the result has fewer if no rank has that many rows.
+            num_parts: Number of parts, 1 or more; the result has fewer if no rank has that many items.
 
         Raises:
             ValueError: There are no rows to split, or `num_parts` is not positive.
@@ -208,8 +217,8 @@ class RankBatch:
         check_num_parts(num_parts, self.num_rows)
         if num_parts == 1 or self.num_rows is None:
             return [self]
-        cut = [split_rows(rows, num_parts) for rows in self.rows]
-        own, start = split_rows(self.num_rows, num_parts), 0
+        cut = [split_rows(rows, num_parts, self.rows_per_item) for rows in self.rows]
+        own, start = split_rows(self.num_rows, num_parts, self.rows_per_item), 0
         parts = []
         for index, taken in enumerate(own):
             rows = tuple(one[index] for one in cut)
@@ -219,11 +228,11 @@ class RankBatch:
         return parts
 
     def _part(self, start: int, num_rows: int, rows: tuple[int, ...]) -> RankBatch:
-        part = self._with_splits(lambda split: split.rows(start, max(num_rows, 1)))
+        part = self._with_splits(lambda split: split.rows(start, num_rows or self.rows_per_item))
         return replace(part, num_rows=num_rows, rows=rows)
 
     def resized(self, num_rows: int) -> RankBatch:
-        """Return the same call on this rank's first `num_rows` rows (row 0 repeated if the rank has fewer)."""
+        """Return the same call on this rank's first `num_rows` rows, whole items; see `Split.resized`."""
         batch = self._with_splits(lambda split: split.resized(num_rows))
         return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
 
@@ -268,10 +277,17 @@ def check_out(out: Out | None) -> None:
         raise ValueError(f"out={out!r} is a {type(out).__name__}: {_GIVE_OUT}")
 
 
-def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
-    """Return each rank's number of rows: the numbers differ by at most one, the larger come first."""
-    share, rest = divmod(num_rows, world_size)
-    return tuple(share + (rank < rest) for rank in range(world_size))
+def split_rows(num_rows: int, world_size: int, rows_per_item: int = 1) -> tuple[int, ...]:
+    """Return each rank's number of rows, whole items: they differ by at most one item, the larger come first."""
+    share, rest = divmod(num_rows // rows_per_item, world_size)
+    return tuple(rows_per_item * (share + (rank < rest)) for rank in range(world_size))
+
+
+def incomplete_item(num_rows: int, rows_per_item: int) -> str | None:
+    """Return what is wrong with rows whose last item is not complete, and the cure; `None` if all are whole items."""
+    rest = num_rows % rows_per_item
+    cure = f"leave out the last {rest}, or add {rows_per_item - rest}"
+    return f"{num_rows} rows do not divide by rows_per_item={rows_per_item}: {cure}" if rest else None
 
 
 def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -292,7 +308,7 @@ def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[An
     for name in split.value:
         if name in kwargs:
             raise ValueError(f"{name}: given twice, in the Split and as a keyword argument; leave one of them out")
-    return (), {**{name: Split(value, split.dim) for name, value in split.value.items()}, **kwargs}
+    return (), {**{name: replace(split, value=value) for name, value in split.value.items()}, **kwargs}
 
 
 def as_tensors(name: str, value: Any) -> Any:
@@ -364,9 +380,9 @@ def deal(
         One batch for each rank. Split rows are copies, so sending a batch sends its own rows only.
 
     Raises:
-        ValueError: Splits have unequal row counts or no rows, a Split leaf is not a tensor, a tensor outside every
-            `Split` looks like rows (see `Same`), or a `PerRank` has the wrong length. The error names the argument and
-            the values found.
+        ValueError: Splits have unequal row counts or no rows, or differ in `rows_per_item`, by which their rows must
+            divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows (see `Same`), or a
+            `PerRank` has the wrong length. The error names the argument and the values found.
     """
     found = _found(args, kwargs)
     splits = {name + below: leaf for name, below, leaf in found if isinstance(leaf, Split)}
@@ -374,7 +390,8 @@ def deal(
         _check_mark(name + below, leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
     _check_counts(counts)
-    rows = split_rows(next(iter(counts.values())), world_size) if counts else ()
+    per_item = _rows_per_item(splits, counts)
+    rows = split_rows(next(iter(counts.values())), world_size, per_item) if counts else ()
     _check_whole(found, [split.dim for split in splits.values()], sum(rows), positions)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
@@ -383,7 +400,7 @@ def deal(
     batches = []
     for rank in range(world_size):
         start = sum(rows[:rank]) if rows and rows[rank] else 0
-        taken = max(rows[rank], 1) if rows else 0
+        taken = rows[rank] or per_item if rows else 0
         part = partial(_part_of, rank=rank, start=start, num_rows=taken)
         batches.append(
             RankBatch(
@@ -392,6 +409,7 @@ def deal(
                 num_rows=rows[rank] if rows else None,
                 rows=rows,
                 dim=dim,
+                rows_per_item=per_item,
             )
         )
     return batches
@@ -466,6 +484,22 @@ def _check_counts(counts: Mapping[str, int]) -> None:
         raise ValueError(f"all Splits of one call need the same number of rows, but {listed}")
     if counts and not any(counts.values()):
         raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
+
+
+def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> int:
+    """Return the `rows_per_item` of all Splits; raise ValueError if they differ, or it does not divide the rows."""
+    found = {path: split.rows_per_item for path, split in splits.items()}
+    per_item = max(found.values(), default=1)
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{path} has {number}" for path, number in found.items())
+        raise ValueError(
+            f"all Splits of one call need the same rows_per_item, but {listed}: give each of them "
+            f"rows_per_item={per_item}"
+        )
+    for path, num_rows in counts.items():
+        if problem := incomplete_item(num_rows, per_item):
+            raise ValueError(f"{path}: {problem}")
+    return per_item
 
 
 def _check_dim(what: str, dim: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysharding.batch import (
@@ -66,6 +66,51 @@ def test_a_rank_without_rows_gets_row_0_as_a_dummy() -> None:
     assert [batch.num_rows for batch in batches] == [1, 1, 0, 0]
     assert [batch.is_dummy for batch in batches] == [False, False, True, True]
     assert torch.equal(batches[3].args[0], ROWS[:1])
+
+
+@settings(deadline=None)
+@given(
+    num_items=st.integers(1, 20), rows_per_item=st.integers(1, 4), world_size=st.integers(1, 6), parts=st.integers(1, 5)
+)
+def test_an_item_is_on_one_rank_and_in_one_part(
+    num_items: int, rows_per_item: int, world_size: int, parts: int
+) -> None:
+    rows = torch.arange(num_items * rows_per_item)
+    batches = deal((Split(rows, rows_per_item=rows_per_item),), {}, world_size)
+    taken = []
+    for batch in batches:
+        cut = batch.parts(parts)
+        for part in [batch, *cut]:
+            items = part.args[0].unflatten(0, (-1, rows_per_item))
+            assert torch.equal(items, items[:, :1] + torch.arange(rows_per_item)), "an item is not whole"
+            assert not (items[:, 0] % rows_per_item).any()
+            assert len(items) == max((part.num_rows or 0) // rows_per_item, 1), "a dummy is one item"
+            assert part.rows_per_item == rows_per_item
+            counts = [count // rows_per_item for count in part.rows]
+            assert max(counts) - min(counts) <= 1
+        sizes = [part.num_rows or 0 for part in cut]
+        assert max(sizes) - min(sizes) <= rows_per_item
+        assert sizes == sorted(sizes, reverse=True)
+        taken += [part.args[0] for part in cut if part.num_rows]
+    assert torch.equal(torch.cat(taken), rows)
+
+
+def test_items_are_dealt_by_name_and_resized_whole() -> None:
+    args, kwargs = by_name((Split({"x": ROWS.T[:, :6]}, dim=1, rows_per_item=2),), {})
+    batch = deal(args, kwargs, 2)[1]
+    assert batch.kwargs["x"].tolist() == ROWS.T[:, 4:6].tolist()
+    assert batch.resized(2).kwargs["x"].tolist() == ROWS.T[:, 4:6].tolist()
+    assert batch.resized(4).kwargs["x"].tolist() == ROWS.T[:, [4, 5, 4, 5]].tolist()
+    assert batch.resized(4).rows == (4, 4)
+    array = deal((Split(ROWS[:6].numpy(), rows_per_item=3),), {}, 4)
+    assert [one.num_rows for one in array] == [3, 3, 0, 0]
+    assert torch.equal(array[3].args[0], ROWS[:3])
+
+
+@pytest.mark.parametrize("rows_per_item", [0, -2, True, 2.0, "2"])
+def test_what_is_no_number_of_rows_is_refused(rows_per_item: Any) -> None:
+    with pytest.raises(ValueError, match=r"rows_per_item=.*: give a whole number, 1 or more"):
+        Split(ROWS, rows_per_item=rows_per_item)
 
 
 def test_replicated_values_are_the_same_object_and_per_rank_ones_are_not() -> None:
@@ -142,6 +187,16 @@ def test_a_batch_is_resized_for_a_probe() -> None:
         ((Split(np.array(["a", "b"])),), {}, "no tensor dtype"),
         ((Split(ROWS.float().to_sparse()),), {}, "to_dense"),
         ((PerRank([1, 2, 3]),), {}, "3 values, but the group has 2 ranks"),
+        (
+            (),
+            {"x": Split(ROWS, rows_per_item=3)},
+            "x: 7 rows do not divide by rows_per_item=3: leave out the last 1, or add 2",
+        ),
+        (
+            (Split(ROWS, rows_per_item=7),),
+            {"labels": Split(ROWS)},
+            r"same rows_per_item, but args\[0\] has 7, labels has 1: give each of them rows_per_item=7",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_is_named(args: Any, kwargs: Any, message: str) -> None:

@@ -21,6 +21,7 @@ from raysharding.data.arrow_rows import (
 from raysharding.data.batches import (
     PartBatch,
     StepBatch,
+    check_whole_items,
     epoch_batches,
     first_rows,
     num_forwards,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
-from raysharding.batch import split_rows
-from raysharding.data.order import Order, Piece, lanes_of
+from raysharding.batch import incomplete_item, split_rows
+from raysharding.data.order import Order, Piece
 from raysharding.data.part_files import Part
 from raysharding.data.source import BlockSource, Reader, Rows, Stream
+from raysharding.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,15 @@ class StepBatch:
     step: int
     """Number of the step, from 0 in every epoch."""
     rows: list[Any]
-    """Rows of the rank, in batch order; a row of another rank if it has none."""
+    """Rows of the rank, in batch order; an item of another rank if it has none."""
     counts: tuple[int, ...]
     """Number of rows of each rank."""
+
+
+def check_whole_items(num_rows: int, rows_per_item: int) -> None:
+    """Raise DataError if data has an incomplete item at its end."""
+    if problem := incomplete_item(num_rows, rows_per_item):
+        raise DataError(f"data: {problem}")
 
 
 def epoch_batches(
@@ -35,6 +43,7 @@ def epoch_batches(
     seed: int = 0,
     epoch: int = 0,
     first_step: int = 0,
+    rows_per_item: int = 1,
 ) -> Iterator[StepBatch | None]:
     """Yield the rows of a rank for each step; the same number of steps on every rank. Not collective.
 
@@ -49,22 +58,26 @@ def epoch_batches(
         seed: See `Order`.
         epoch: See `Order`.
         first_step: Number of steps to skip.
+        rows_per_item: See `Order`.
 
     Raises:
         ValueError: `shuffle` for a stream.
+        DataError: A stream ended in an incomplete item.
     """
     if isinstance(source, Stream):
         if shuffle:
             raise ValueError("shuffle=True needs rows with numbers, and an iterable has none: shuffle it yourself")
-        yield from _stream(source, batch_size, rank, world_size, first_step)
+        yield from _stream(source, batch_size, rank, world_size, first_step, rows_per_item)
         return
-    order = Order(source.block_rows, batch_size, shuffle=shuffle, seed=seed, epoch=epoch)
+    order = Order(source.block_rows, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, rows_per_item=rows_per_item)
     own = _shuffled if shuffle else _in_order
     for step, rows in enumerate(own(source, order, rank, world_size, first_step), first_step):
-        yield StepBatch(step, rows or _first_row(source), order.rows_by_rank(step, world_size))
+        yield StepBatch(step, rows or _first_item(source, order), order.rows_by_rank(step, world_size))
 
 
-def _stream(source: Stream, batch_size: int, rank: int, world_size: int, first_step: int) -> Iterator[StepBatch | None]:
+def _stream(
+    source: Stream, batch_size: int, rank: int, world_size: int, first_step: int, rows_per_item: int
+) -> Iterator[StepBatch | None]:
     rows = iter(source)
     for _ in range(first_step):
         for _ in islice(rows, batch_size):
@@ -72,10 +85,29 @@ def _stream(source: Stream, batch_size: int, rank: int, world_size: int, first_s
         yield None
     step = first_step
     while batch := list(islice(rows, batch_size)):
-        counts = split_rows(len(batch), world_size)
+        check_whole_items(step * batch_size + len(batch), rows_per_item)
+        counts = split_rows(len(batch), world_size, rows_per_item)
         start = sum(counts[:rank])
-        yield StepBatch(step, batch[start : start + counts[rank]] or batch[:1], counts)
+        yield StepBatch(step, batch[start : start + counts[rank]] or batch[:rows_per_item], counts)
         step += 1
+
+
+class _Joined(Sequence[Any]):
+    """Rows of several blocks, each made on access."""
+
+    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __getitem__(self, index: Any) -> Any:
+        part = bisect_right(self._ends, index)
+        return self._parts[part][index - self._ends[part] + len(self._parts[part])]
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._parts)
 
 
 class _Cursor:
@@ -86,7 +118,12 @@ class _Cursor:
         self._reader: Reader | None = None
         self._block, self._next = -1, 0
 
-    def take(self, piece: Piece) -> Sequence[Any]:
+    def take(self, pieces: Iterable[Piece]) -> Sequence[Any]:
+        """Return the rows of pieces, each made on access."""
+        parts = [self._take(piece) for piece in pieces]
+        return parts[0] if len(parts) == 1 else _Joined(parts)
+
+    def _take(self, piece: Piece) -> Sequence[Any]:
         if self._reader is None or piece.block != self._block or piece.start < self._next:
             self.close()
             self._reader, self._block, self._next = self._source.read(piece.block), piece.block, 0
@@ -107,27 +144,27 @@ def _in_order(source: BlockSource, order: Order, rank: int, world_size: int, fir
         for step in range(first_step, order.num_steps):
             counts = order.rows_by_rank(step, world_size)
             begin = step * order.batch_size + sum(counts[:rank])
-            yield [row for piece in order.pieces(begin, begin + counts[rank]) for row in cursor.take(piece)]
+            yield list(cursor.take(order.pieces(begin, begin + counts[rank])))
     finally:
         cursor.close()
 
 
 def _shuffled(source: BlockSource, order: Order, rank: int, world_size: int, first_step: int) -> Iterator[list[Any]]:
-    lanes = [_lane(source, order, lane, first_step) for lane in lanes_of(rank, world_size, order.batch_size)]
+    lanes = [_lane(source, order, lane, first_step) for lane in order.lanes_of(rank, world_size)]
     try:
         for _ in range(first_step, order.num_steps):
-            yield [row for lane in lanes for row in islice(lane, 1)]
+            yield [row for lane in lanes for row in islice(lane, order.rows_per_item)]
     finally:
         for lane in lanes:
             lane.close()
 
 
 def _lane(source: BlockSource, order: Order, lane: int, first: int) -> Generator[Any, None, None]:
-    cursor = _Cursor(source)
+    cursor, size = _Cursor(source), order.rows_per_item
     try:
         for window, places in order.lane_windows(lane, first):
-            rows = cursor.take(window)
-            yield from (rows[place] for place in places)
+            rows = cursor.take(order.pieces(window.start * size, window.stop * size))
+            yield from (rows[place * size + row] for place in places for row in range(size))
     finally:
         cursor.close()
 
@@ -142,9 +179,13 @@ def first_rows(source: BlockSource) -> Sequence[Any]:
         reader.close()
 
 
-def _first_row(source: BlockSource) -> list[Any]:
-    """Return the row for ranks without rows, which does not count."""
-    return list(first_rows(source))
+def _first_item(source: BlockSource, order: Order) -> list[Any]:
+    """Return the rows for ranks without rows, which do not count."""
+    cursor = _Cursor(source)
+    try:
+        return list(cursor.take(order.pieces(0, order.rows_per_item)))
+    finally:
+        cursor.close()
 
 
 _WINDOW_BATCHES = 64
@@ -186,8 +227,8 @@ def part_batches(
         world_size: Number of ranks.
         by_length: True to bring rows of like length together, in windows of 64 batches, the longest first.
     """
-    dummy = _first_row(source)
     order = Order(source.block_rows, num_rows, shuffle=False, seed=0, epoch=0)
+    dummy = _first_item(source, order)
     cursor = _Cursor(source)
     try:
         for first in range(0, len(parts), world_size):
@@ -220,8 +261,7 @@ def _rows_of(
     """Yield rows of a part, their places in their window, and True at the end of the window."""
     end, window = part.start + part.num_rows, num_rows * (_WINDOW_BATCHES if by_length else 1)
     for start in range(part.start, end, window):
-        pieces = order.pieces(start, min(start + window, end))
-        rows = [row for piece in pieces for row in cursor.take(piece)]
+        rows = list(cursor.take(order.pieces(start, min(start + window, end))))
         places: Sequence[int] = range(len(rows))
         if by_length:
             places = sorted(places, key=lambda place: _length(rows[place]), reverse=True)

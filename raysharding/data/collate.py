@@ -127,14 +127,17 @@ def _shown(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
 
 
-def rank_batch(collate: Collate, rank: int, rows: list[Any], counts: tuple[int, ...]) -> RankBatch:
+def rank_batch(
+    collate: Collate, rank: int, rows: list[Any], counts: tuple[int, ...], rows_per_item: int = 1
+) -> RankBatch:
     """Make this rank's part of a call from its rows of a step.
 
     Args:
         collate: The user's function, or `default_collate`.
         rank: This rank.
-        rows: Rows of this rank; a row of another rank if it has none.
+        rows: Rows of this rank; an item of another rank if it has none.
         counts: Number of rows of each rank.
+        rows_per_item: Number of consecutive rows that belong together; see `Split`.
 
     Raises:
         ValueError: The collate function returned another number of rows, or no tensors.
@@ -143,11 +146,11 @@ def rank_batch(collate: Collate, rank: int, rows: list[Any], counts: tuple[int, 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(made, Mapping):
-        kwargs = {str(name): _split(value) for name, value in made.items()}
+        kwargs = {str(name): _split(value, rows_per_item) for name, value in made.items()}
     elif isinstance(made, tuple | list):
-        args = tuple(_split(value) for value in made)
+        args = tuple(_split(value, rows_per_item) for value in made)
     else:
-        args = (_split(made),)
+        args = (_split(made, rows_per_item),)
     named = {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
     found = {name: one.num_rows(name) for name, one in named.items() if isinstance(one, Split)}
     if not found:
@@ -155,11 +158,11 @@ def rank_batch(collate: Collate, rank: int, rows: list[Any], counts: tuple[int, 
     wrong = {name: number for name, number in found.items() if number != len(rows)}
     if wrong:
         raise ValueError(f"collate made {wrong} rows of {len(rows)}: every tensor needs one row for each row given")
-    return RankBatch(args, kwargs, num_rows=counts[rank], rows=counts)
+    return RankBatch(args, kwargs, num_rows=counts[rank], rows=counts, rows_per_item=rows_per_item)
 
 
-def _split(value: Any) -> Any:
+def _split(value: Any, rows_per_item: int) -> Any:
     """Return a value as a `Split` if all its leaves are tensors, else unchanged."""
     found = [leaf for _, leaf in leaves(value)]
     is_rows = bool(found) and all(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in found)
-    return Split(value) if is_rows else value
+    return Split(value, rows_per_item=rows_per_item) if is_rows else value

@@ -9,6 +9,9 @@ Note [Lanes]:
     Lanes depend on the batch and not on the ranks, so W ranks train on the same batches as one process. Within a lane,
     rows of one block are shuffled in windows of `WINDOW_ROWS`, which a lane holds as Arrow columns. Every row is used
     once per epoch. Lengths of lanes differ by at most one row, so the last step may be smaller.
+
+    With `rows_per_item=k`, rows n·k … n·k + k - 1 of the data are item n. What is said of rows above then holds for
+    items: a lane and a window are of items, and an item is in the block of its first row, though it may end in another.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 from raysharding.batch import split_rows
 
 WINDOW_ROWS = 512
-"""Number of adjacent rows of a large block that are shuffled with each other."""
+"""Number of adjacent rows of a large block, or items, that are shuffled with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +45,41 @@ class Order:
     """The order of one epoch."""
 
     def __init__(
-        self, block_rows: Sequence[int] | np.ndarray[Any, Any], batch_size: int, *, shuffle: bool, seed: int, epoch: int
+        self,
+        block_rows: Sequence[int] | np.ndarray[Any, Any],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        epoch: int,
+        rows_per_item: int = 1,
     ) -> None:
         """Compute the order, without reading data.
 
         Args:
-            block_rows: Number of rows of each block.
-            batch_size: Rows of a step, over all ranks.
+            block_rows: Number of rows of each block; their sum divides by `rows_per_item`.
+            batch_size: Rows of a step, over all ranks; divides by `rows_per_item`.
             shuffle: True for a random order.
             seed: Seed of the order, 0 or more.
             epoch: Number of the epoch, from 0; each epoch has its own order.
+            rows_per_item: Number of consecutive rows that stay together.
         """
-        lengths = np.asarray(block_rows, dtype=np.int64)
-        self.num_rows = int(lengths.sum())
+        self._row_ends = np.cumsum(np.asarray(block_rows, dtype=np.int64))
+        self.num_rows = int(self._row_ends[-1]) if len(self._row_ends) else 0
         self.batch_size = batch_size
+        self.rows_per_item = rows_per_item
         self.shuffle = shuffle
         self._entropy = (seed, epoch)
-        self._blocks = np.arange(len(lengths))
-        self._turn = 0
+        self._num_items = self.num_rows // rows_per_item
         if shuffle:
-            random = self._random()
-            random.shuffle(self._blocks)
-            self._turn = int(random.integers(max(self.num_rows, 1)))
-        self._ends = np.cumsum(lengths[self._blocks])
+            # An item is in the block of its first row, so a block's end is rounded up.
+            ends = -(-self._row_ends // rows_per_item)
+            blocks, random = np.arange(len(ends)), self._random()
+            random.shuffle(blocks)
+            self._turn = int(random.integers(max(self._num_items, 1)))
+            self._ends = np.cumsum(np.diff(ends, prepend=0)[blocks])
+            # Place of an item in the data, minus its place in the concatenated blocks.
+            self._shifts = ends[blocks] - self._ends
 
     @property
     def num_steps(self) -> int:
@@ -74,32 +89,41 @@ class Order:
     def rows_by_rank(self, step: int, world_size: int) -> tuple[int, ...]:
         """Return the number of rows of each rank in a step."""
         if not self.shuffle:
-            return split_rows(min(self.batch_size, self.num_rows - step * self.batch_size), world_size)
-        lanes = (lanes_of(rank, world_size, self.batch_size) for rank in range(world_size))
-        return tuple(sum(self.lane_rows(lane) > step for lane in own) for own in lanes)
+            left = min(self.batch_size, self.num_rows - step * self.batch_size)
+            return split_rows(left, world_size, self.rows_per_item)
+        lanes = (self.lanes_of(rank, world_size) for rank in range(world_size))
+        return tuple(self.rows_per_item * sum(self.lane_items(lane) > step for lane in own) for own in lanes)
 
-    def lane_rows(self, lane: int) -> int:
-        """Return the number of rows of a lane."""
+    def lanes_of(self, rank: int, world_size: int) -> range:
+        """Return the lanes of a rank."""
+        items = split_rows(self._num_lanes, world_size)
+        start = sum(items[:rank])
+        return range(start, start + items[rank])
+
+    @property
+    def _num_lanes(self) -> int:
+        return self.batch_size // self.rows_per_item
+
+    def lane_items(self, lane: int) -> int:
+        """Return the number of items of a lane."""
         return self._lane_begin(lane + 1) - self._lane_begin(lane)
 
     def _lane_begin(self, lane: int) -> int:
-        return lane * self.num_rows // self.batch_size
+        return lane * self._num_items // self._num_lanes
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yield the rows from position `begin` to `end` of the sequence, one block at a time."""
+        """Yield rows `begin` to `end` of the data, one block at a time."""
         while begin < end:
-            # The sequence is rotated: it starts at row `_turn` of the concatenated blocks.
-            place = (begin + self._turn) % self.num_rows
-            index = bisect_right(self._ends, place)
-            first = int(self._ends[index - 1]) if index else 0
-            length = min(int(self._ends[index]) - place, end - begin)
-            yield Piece(int(self._blocks[index]), place - first, place - first + length)
-            begin += length
+            block = bisect_right(self._row_ends, begin)
+            first = int(self._row_ends[block - 1]) if block else 0
+            stop = min(int(self._row_ends[block]), end)
+            yield Piece(block, begin - first, stop - first)
+            begin = stop
 
-    def lane_windows(self, lane: int, first: int) -> Iterator[tuple[Piece, Sequence[int]]]:
-        """Yield the rows of a lane from number `first` on, as windows of adjacent rows and their order.
+    def lane_windows(self, lane: int, first: int) -> Iterator[tuple[range, Sequence[int]]]:
+        """Yield the items of a lane from number `first` on, as windows of adjacent items of the data and their order.
 
-        The first window has all its rows, but only the remaining positions.
+        The first window has all its items, but only the remaining positions.
         """
         begin = self._lane_begin(lane)
         done = 0
@@ -110,17 +134,17 @@ class Order:
                 places = self._random(lane, number).permutation(length).tolist() if length > 1 else [0]
                 yield window, places[max(0, first - done + length) :]
 
-    def _windows(self, begin: int, end: int) -> Iterator[Piece]:
-        for piece in self.pieces(begin, end):
-            for start in range(piece.start, piece.stop, WINDOW_ROWS):
-                yield Piece(piece.block, start, min(start + WINDOW_ROWS, piece.stop))
+    def _windows(self, begin: int, end: int) -> Iterator[range]:
+        """Yield the items from position `begin` to `end` of the random sequence, as windows of one block each."""
+        while begin < end:
+            # The sequence is rotated: it starts at item `_turn` of the concatenated blocks.
+            place = (begin + self._turn) % self._num_items
+            index = bisect_right(self._ends, place)
+            length = min(int(self._ends[index]) - place, end - begin)
+            begin += length
+            item = place + int(self._shifts[index])
+            for start in range(item, item + length, WINDOW_ROWS):
+                yield range(start, min(start + WINDOW_ROWS, item + length))
 
     def _random(self, *more: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*self._entropy, *more))))
-
-
-def lanes_of(rank: int, world_size: int, batch_size: int) -> range:
-    """Return the positions of a rank in the whole batch."""
-    rows = split_rows(batch_size, world_size)
-    start = sum(rows[:rank])
-    return range(start, start + rows[rank])

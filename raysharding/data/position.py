@@ -27,6 +27,8 @@ class Position:
     """Number of rows of the data; `None` for an iterable."""
     layout: str = ""
     """Digest of the block sizes, which a random order depends on; empty without a random order."""
+    rows_per_item: int = 1
+    """Number of consecutive rows that stay together."""
     run: str = ""
     """Name of the run, in all its saves and resumes."""
     loss: float | None = None
@@ -43,8 +45,9 @@ class Position:
             ValueError: A field is missing or of another type.
         """
         values = {field.name: found.get(field.name) for field in fields(cls)}
-        # Saves of earlier versions have neither.
+        # Saves of earlier versions have none of these.
         loss, evaluations = values.pop("loss"), values.pop("evaluations") or ()
+        values["rows_per_item"] = found.get("rows_per_item", 1)
         if not isinstance(loss, float | None) or not all(isinstance(one, Mapping) for one in evaluations):
             raise ValueError(f"position: loss is {loss!r}, evaluations are {evaluations!r}")
         for name, value in values.items():

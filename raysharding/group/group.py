@@ -645,6 +645,7 @@ class ShardedModelGroup:
         data: Any,
         *,
         batch_size: int,
+        rows_per_item: int = 1,
         epochs: int = 1,
         max_steps: int | None = None,
         shuffle: bool = False,
@@ -694,6 +695,10 @@ class ShardedModelGroup:
                 names to columns; an iterable that pickles, or a function that returns one, which every rank iterates
                 over completely. A row is usually a mapping of names to numbers, lists or tensors.
             batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
+            rows_per_item: Number of consecutive rows of the data that belong together: 2 if rows 0 and 1 are a pair,
+                rows 2 and 3 the next. An item is in one step, on one rank, and in one part of an accumulation;
+                `shuffle` moves items, and not rows within one. `batch_size` must be a multiple, and so must the number
+                of rows, also that of `eval_data`: of an iterable, that is an error when its end is reached. Default 1.
             epochs: Number of passes over the data, including those before a resume: a run of `epochs=2` that ended, and
                 is resumed with `epochs=3`, takes one more pass, and with `epochs=2` no step.
             max_steps: Number of steps after which the run ends, including steps before a resume. Default: no limit.
@@ -709,10 +714,10 @@ class ShardedModelGroup:
                 names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
                 transformers gets all columns but text).
             loss: As for `train_step`.
-            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss` and
-                `batch_size`. The evaluations are those of `evaluate`, and change no step of the run: neither its losses
-                nor its random numbers. Files are opened once, before the first step; their rows are read anew in each
-                evaluation, and not kept. Default: no evaluation.
+            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss`,
+                `batch_size` and `rows_per_item`. The evaluations are those of `evaluate`, and change no step of the
+                run: neither its losses nor its random numbers. Files are opened once, before the first step; their rows
+                are read anew in each evaluation, and not kept. Default: no evaluation.
             eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
                 epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
                 last step was reported: callbacks then get that step once more, with the evaluation.
@@ -763,8 +768,8 @@ class ShardedModelGroup:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
             SystemExit: SIGTERM ended the run; see `save_on_signal`.
             TypeError: `data` is not data, or does not pickle.
-            DataError: The data cannot be read, has no rows, or differs from the data of the run that is resumed. The
-                group is READY.
+            DataError: The data cannot be read, has no rows, ends in an incomplete item, or differs from the data of the
+                run that is resumed. The group is READY.
             CheckpointError: A save failed, also in the background (no later call raises that again), or `save_to` holds
                 the saves of another run, or a node cannot write to it, which is checked before the first step.
             CallCancelledError: `interrupt` ended the run.
@@ -777,6 +782,7 @@ class ShardedModelGroup:
             data_plan = DataPlan(
                 source=dataset.source,
                 batch_size=batch_size,
+                rows_per_item=rows_per_item,
                 epochs=epochs,
                 max_steps=max_steps,
                 shuffle=shuffle,
@@ -811,6 +817,7 @@ class ShardedModelGroup:
         data: Any,
         *,
         batch_size: int,
+        rows_per_item: int = 1,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         loss: Callable[..., Any] | None = None,
         with_loss: bool = True,
@@ -824,6 +831,7 @@ class ShardedModelGroup:
         Args:
             data: As for `fit`.
             batch_size: Rows of a forward, over all ranks.
+            rows_per_item: As for `fit`.
             metrics: Name → `metric(output, ...)`, which receives the arguments of the batch that its signature names,
                 and returns (sum, count) over its rows: the value is the sum of all sums divided by the sum of all
                 counts. Metrics run on the ranks.
@@ -841,13 +849,14 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid.
             TypeError: `data` is not data, or does not pickle.
-            DataError: The data cannot be read, or has no rows. The group is READY.
+            DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
         dataset, members = self._dataset(data, columns, collate), self._client.members
         data_plan = DataPlan(
             source=dataset.source,
             batch_size=batch_size,
+            rows_per_item=rows_per_item,
             max_steps=max_steps,
             collate=collate,
             prefetch=prefetch,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from raysharding.data import BlockSource, Reader, SequenceRows, Stream, epoch_batches
 from raysharding.data.order import WINDOW_ROWS, Order
+from raysharding.errors import DataError
 
 
 @dataclass
@@ -56,7 +57,7 @@ def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) ->
     for ranks in zip(*shares, strict=True):
         assert len({(one.step, one.counts) for one in ranks}) == 1
         for rank, one in enumerate(ranks):
-            assert len(one.rows) == max(one.counts[rank], 1)
+            assert len(one.rows) == (one.counts[rank] or options.get("rows_per_item", 1))
         whole.append([row for rank, one in enumerate(ranks) if one.counts[rank] for row in one.rows])
     return whole
 
@@ -81,6 +82,46 @@ def test_every_row_once_and_batches_do_not_depend_on_the_ranks(
     assert batches_of(Blocks(sizes), batch_size, world_size, **options) == alone
     first = data.draw(st.integers(0, len(alone)))
     assert batches_of(Blocks(sizes), batch_size, world_size, first_step=first, **options) == alone[first:]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    rows_per_item=st.integers(2, 5),
+    items=st.integers(1, 8),
+    world_size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_an_item_stays_in_one_step_on_one_rank(
+    sizes: list[int], rows_per_item: int, items: int, world_size: int, shuffle: bool, seed: int, data: st.DataObject
+) -> None:
+    """Wherever blocks end: the batches are those of one process, at every world size and after a resume."""
+    sizes.append(-sum(sizes) % rows_per_item or rows_per_item)
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rows_per_item": rows_per_item}
+    batch_size = items * rows_per_item
+    alone = batches_of(Blocks(sizes), batch_size, 1, **options)
+    assert sorted(row for batch in alone for row in batch) == list(range(sum(sizes)))
+    assert all(len(batch) == batch_size for batch in alone[:-1])
+    assert batches_of(Blocks(sizes), batch_size, world_size, **options) == alone
+    first = data.draw(st.integers(0, len(alone)))
+    assert batches_of(Blocks(sizes), batch_size, world_size, first_step=first, **options) == alone[first:]
+    for rank in range(world_size):
+        for one in epoch_batches(Blocks(sizes), batch_size, rank, world_size, **options):
+            assert one is not None
+            starts = one.rows[::rows_per_item]
+            assert one.rows == [start + row for start in starts for row in range(rows_per_item)]
+            assert not any(start % rows_per_item for start in starts)
+            assert max(one.counts) - min(one.counts) <= rows_per_item
+
+
+def test_pairs_of_a_list_are_shuffled_as_pairs() -> None:
+    (batch,) = batches_of(SequenceRows(list(range(400))), 400, 3, shuffle=True, rows_per_item=2)
+    firsts = batch[::2]
+    assert batch[1::2] == [row + 1 for row in firsts]
+    assert sorted(firsts) == list(range(0, 400, 2))
+    assert sum(abs(a - b) == 2 for a, b in pairwise(firsts)) < 20
 
 
 def test_in_order_is_in_order() -> None:
@@ -133,6 +174,11 @@ def test_a_resume_reads_nothing_that_came_before() -> None:
 def test_an_iterable_is_run_through_by_every_rank() -> None:
     assert batches_of(Stream(lambda: iter(range(8))), 3, 2) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert batches_of(Stream(range(8)), 3, 3, first_step=1) == [[3, 4, 5], [6, 7]]
+    pairs: dict[str, Any] = {"rows_per_item": 2}
+    assert batches_of(Stream(range(8)), 6, 2, **pairs) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert [one.counts for one in epoch_batches(Stream(range(8)), 6, 1, 2, **pairs) if one] == [(4, 2), (2, 0)]
+    with pytest.raises(DataError, match="data: 7 rows do not divide by rows_per_item=2: leave out the last 1, or add"):
+        batches_of(Stream(range(7)), 6, 2, **pairs)
     with pytest.raises(ValueError, match="shuffle it yourself"):
         list(epoch_batches(Stream(range(8)), 3, 0, 1, shuffle=True))
 
@@ -141,4 +187,4 @@ def test_the_windows_of_a_lane_are_bounded() -> None:
     order = Order([10 * WINDOW_ROWS], 2, shuffle=True, seed=0, epoch=0)
     windows = list(order.lane_windows(0, 0))
     assert max(window.stop - window.start for window, _ in windows) == WINDOW_ROWS
-    assert sum(len(places) for _, places in windows) == order.lane_rows(0)
+    assert sum(len(places) for _, places in windows) == order.lane_items(0)

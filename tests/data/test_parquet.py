@@ -64,6 +64,13 @@ def test_rows_are_those_that_were_written(directory: Path, shuffle: bool) -> Non
     assert all(isinstance(row["ids"], np.ndarray) and row["ids"].flags.writeable for row in rows)
 
 
+def test_items_may_lie_in_two_row_groups(directory: Path) -> None:
+    """Shuffled: such an item is read from both, row by row."""
+    numbers = [row["number"] for row in rows_of(opened(directory), 10, shuffle=True, rows_per_item=5)]
+    assert numbers == [first + row for first in numbers[::5] for row in range(5)]
+    assert sorted(numbers) == list(range(70))
+
+
 def test_blocks_are_row_groups(directory: Path) -> None:
     assert list(opened(directory).block_rows) == [16, 16, 8, 16, 14]
 

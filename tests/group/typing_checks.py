@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         assert_type(group.train_step(1, max_grad_norm=1.0), dict[str, float])
         assert_type(group.optim_step(), dict[str, float])
         assert_type(group.clip_grad_norm_(1.0), float)
-        assert_type(group.evaluate([], batch_size=1), dict[str, float])
-        assert_type(group.fit([], batch_size=1), FitReport)
+        assert_type(group.evaluate([], batch_size=2, rows_per_item=2), dict[str, float])
+        assert_type(group.fit([], batch_size=2, rows_per_item=2), FitReport)
         assert_type(group.save("path"), SaveReport | None)
         assert_type(group.load("path"), LoadReport)
         assert_type(group.state_dict(), dict[str, torch.Tensor])
@@ -37,5 +37,6 @@ if TYPE_CHECKING:
 
     def refused(group: ShardedModelGroup) -> None:
         group.fit([], batchsize=1)  # type: ignore[call-arg]
+        group.fit([], batch_size=2, rows_per_item="2")  # type: ignore[arg-type]
         group.save.remote(path=1)  # type: ignore[arg-type]
         group.forward(out="rank0")  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from raysharding.data import (
     Rows,
     StepBatch,
     TextFiles,
+    check_whole_items,
     epoch_batches,
     list_files,
     rank_batch,
@@ -52,7 +53,7 @@ class DataPlan:
     source: Rows | DataPath
     """Source of the rows."""
     batch_size: int
-    """Rows of a step, over all ranks."""
+    """Rows of a step, over all ranks; a multiple of `rows_per_item`."""
     epochs: int = 1
     """Number of passes over the data."""
     max_steps: int | None = None
@@ -69,11 +70,19 @@ class DataPlan:
     """Longest wait for a batch, in seconds."""
     run: str = ""
     """Name of a new run; a resumed run keeps its name."""
+    rows_per_item: int = 1
+    """Number of consecutive rows of the data that belong together; see `Split`."""
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for name in ("batch_size", "epochs", "prefetch"):
+        for name in ("batch_size", "epochs", "prefetch", "rows_per_item"):
             check_int(name, getattr(self, name))
+        if self.batch_size % self.rows_per_item:
+            fits = -(-self.batch_size // self.rows_per_item) * self.rows_per_item
+            raise ValueError(
+                f"batch_size={self.batch_size} is no multiple of rows_per_item={self.rows_per_item}: give whole items, "
+                f"such as batch_size={fits}"
+            )
         check_int("seed", self.seed, least=0)
         if self.max_steps is not None:
             check_int("max_steps", self.max_steps)
@@ -118,7 +127,8 @@ class DistributedDataLoader:
                 `None`: all but text.
 
         Raises:
-            DataError: On every rank, if the data is unreadable, or differs from the data of `position`.
+            DataError: On every rank, if the data is unreadable, has an incomplete item, or differs from the data of
+                `position`.
         """
         self._plan = plan
         self._device = device
@@ -129,10 +139,14 @@ class DistributedDataLoader:
         self.source = open_source(plan.source, *options)
         """Source of the rows: files are open, and their blocks are known."""
         num_rows = int(self.source.block_rows.sum()) if isinstance(self.source, BlockSource) else None
+        if num_rows is not None:
+            check_whole_items(num_rows, plan.rows_per_item)
         layout = _layout(self.source) if plan.shuffle else ""
-        begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
+        order = plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.rows_per_item
+        begun = Position(0, 0, 0, *order, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        self._rank_batch = partial(rank_batch, plan.collate or self._columns, dist.get_rank())
+        collate = plan.collate or self._columns
+        self._rank_batch = partial(rank_batch, collate, dist.get_rank(), rows_per_item=plan.rows_per_item)
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
@@ -261,6 +275,7 @@ class DistributedDataLoader:
             seed=where.seed,
             epoch=where.epoch,
             first_step=where.step,
+            rows_per_item=where.rows_per_item,
         )
         for batch in batches:
             if batch is None or self._plan.collate is not None:
@@ -310,7 +325,7 @@ def _layout(source: Rows) -> str:
 
 def _checked(position: Position, begun: Position) -> Position:
     """Raise if the data differs from that of the position, so that step numbers mean other rows."""
-    for name in ("batch_size", "shuffle", "seed", "num_rows", "layout"):
+    for name in ("batch_size", "shuffle", "seed", "num_rows", "layout", "rows_per_item"):
         was, now = getattr(position, name), getattr(begun, name)
         if was != now:
             raise DataError(

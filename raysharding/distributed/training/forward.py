@@ -91,7 +91,8 @@ class Forwarding:
         keys = {path: (path, found[path].ndim, batch.dim) for path in ambiguous_leaves(value, num_rows, batch.dim)}
         # The extra forward is collective: a rank that ran it alone would wait in its first all-gather.
         if any_rank(any(key not in self._holds_rows for key in keys.values())):
-            other = 1 if num_rows > 1 else 2
+            item = batch.rows_per_item
+            other = item if num_rows > item else 2 * item
             with without_trace(self._module):
                 again = without_caches(self._module(*(probe := batch.resized(other)).args, **probe.kwargs))
             after = dict(leaves(again))

@@ -67,7 +67,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             ids = run(*batch.args, **batch.kwargs, synced_gpus=dist.get_world_size() > 1)
         reshard(module)
         ids = _padded(ids, _pad_id(module, batch.kwargs))
-    num_rows = max(batch.num_rows, 1) if batch.num_rows is not None else len(ids)
+    num_rows = len(ids) if batch.num_rows is None else batch.num_rows or batch.rows_per_item
     several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
     return RankOutput(several.cpu() if keep else None)
 

@@ -231,6 +231,68 @@ def test_a_resume_at_another_world_size(tmp_path: Path, world_size: int) -> None
     assert run_ranks(world_size, resumed_half, tmp_path)[0] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+class Scores(nn.Module):
+    """Scores rows, which come in pairs: a better one, and a worse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).tanh())[:, 0]
+
+
+def preference(scores: torch.Tensor) -> tuple[torch.Tensor, int]:
+    better, worse = scores.unflatten(0, (-1, 2)).unbind(1)
+    return -nn.functional.logsigmoid(better - worse).sum(), len(better)
+
+
+NUMBERED = SequenceRows([{"inputs": [float(number), *[number % 3 / 2] * 3], "number": number} for number in range(26)])
+PAIRS = DataPlan(NUMBERED, 8, 2, shuffle=True, seed=4, rows_per_item=2)
+"""2 epochs of 4 steps, the last of which has one pair, and so two ranks of three have none."""
+
+
+def numbers_of(num_parts: int) -> list[list[list[int]]]:
+    """Numbers of the rows of this rank, for each step and part; none for a dummy."""
+    loader, steps = DistributedDataLoader(PAIRS, CPU), []
+    while (batch := loader.next()) is not None:
+        parts = batch.parts(num_parts)
+        for part in parts:
+            numbers = part.kwargs["number"].tolist()
+            assert numbers == [row + one for row in numbers[::2] for one in range(2)], "a pair is not whole"
+            assert not any(row % 2 for row in numbers[::2])
+            assert len(numbers) == (part.num_rows or 2), "a dummy is a pair"
+        steps.append([part.kwargs["number"].tolist() if part.num_rows else [] for part in parts])
+        loader.advance()
+    return steps
+
+
+def pair_losses(num_parts: int) -> list[float]:
+    """Losses of the steps; each is that of one process on the same pairs."""
+    pair = small_pair(Scores)
+    plan = replace(PAIRS, collate=lambda rows: {"inputs": torch.tensor([row["inputs"] for row in rows]) / 26})
+    run = Fit(FitPlan(plan, preference, gradient_accumulation_steps=num_parts), CPU)
+    return losses(pair, run)
+
+
+def in_pairs() -> tuple[list[list[list[int]]], list[float]]:
+    return numbers_of(2), pair_losses(2)
+
+
+def test_pairs_stay_whole_on_a_rank_and_in_a_part() -> None:
+    """Shuffled, in two parts: every step has the rows and the loss that it has in one process."""
+    ((alone, expected),) = run_ranks(1, in_pairs)
+    assert [sum(map(len, parts)) for parts in alone] == [8, 8, 8, 2] * 2
+    assert sorted(number for parts in alone[:4] for part in parts for number in part) == list(range(26))
+    ranks = run_ranks(3, in_pairs)
+    for step, parts in enumerate(alone):
+        taken = [number for numbers, _ in ranks for part in numbers[step] for number in part]
+        assert taken == [number for part in parts for number in part]
+    assert len(expected) == 8
+    for _, found in ranks:
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class Failing(Columns):
     """One row cannot be read."""
 
@@ -294,13 +356,25 @@ def go_on_elsewhere() -> None:
         ({"batch_size": 16}, "batch_size=8, and this one has batch_size=16"),
         ({"seed": 5}, "seed=4, and this one has seed=5"),
         ({"source": SequenceRows(numbers(51))}, "num_rows=50, and this one has num_rows=51"),
+        ({"rows_per_item": 2}, "rows_per_item=1, and this one has rows_per_item=2"),
     ):
         with pytest.raises(DataError, match=said):
             fit_of(replace(DATA_PLAN, **change), where)
 
 
+def hear_of_halves() -> None:
+    """Half a pair is an error before the first step, or where an iterable turns out to end in one."""
+    plan = replace(DATA_PLAN, rows_per_item=2, shuffle=False)
+    with pytest.raises(DataError, match="data: 51 rows do not divide by rows_per_item=2: leave out the last 1, or add"):
+        fit_of(replace(plan, source=SequenceRows(numbers(51))))
+    pair, run = small_pair(), fit_of(replace(plan, source=Stream(SequenceRows(numbers(11)).rows)))
+    with pytest.raises(DataError, match="data: 11 rows do not divide by rows_per_item=2"):
+        losses(pair, run)
+    assert run.position.num_steps == 1
+
+
 def all_errors() -> None:
-    for check in (hear_of_errors, hear_of_ends, hear_of_collating, hear_of_hangs, go_on_elsewhere):
+    for check in (hear_of_halves, hear_of_errors, hear_of_ends, hear_of_collating, hear_of_hangs, go_on_elsewhere):
         check()
 
 
@@ -404,9 +478,27 @@ def test_a_damaged_position_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_plans_that_no_run_can_have() -> None:
-    for bad in ({"batch_size": 0}, {"epochs": 1.5}, {"seed": -1}, {"max_steps": True}, {"prefetch": 0}):
+    for bad in (
+        {"batch_size": 0},
+        {"epochs": 1.5},
+        {"seed": -1},
+        {"max_steps": True},
+        {"prefetch": 0},
+        {"rows_per_item": 0},
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
             replace(DATA_PLAN, **bad)
+    with pytest.raises(ValueError, match=r"batch_size=8 is no multiple of rows_per_item=3: .* batch_size=9"):
+        replace(DATA_PLAN, rows_per_item=3)
+
+
+def test_a_position_of_an_earlier_version_is_of_single_rows() -> None:
+    saved = Position(0, 1, 1, 8, True, 4, 50).as_dict()
+    assert Position.from_dict({**saved, "rows_per_item": 2}).rows_per_item == 2
+    del saved["rows_per_item"]
+    assert Position.from_dict(saved).rows_per_item == 1
+    with pytest.raises(ValueError, match="position: rows_per_item is '2'"):
+        Position.from_dict({**saved, "rows_per_item": "2"})
 
 
 def steps_of(position: Position | None, **plan: Any) -> int | None:

@@ -232,6 +232,7 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
             fit(fresh, data)
     for options, said in (
         ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 5, "rows_per_item": 2}, "batch_size=5 is no multiple of rows_per_item=2"),
         ({"save_every": 5}, "give a directory, save_to="),
         ({"keep_last": 0, "save_to": tmp_path}, "keep_last=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
@@ -239,6 +240,10 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
     ):
         with pytest.raises(ValueError, match=said):
             fit(fresh, parquet, **options)
+    with pytest.raises(DataError, match="data: 3 rows do not divide by rows_per_item=2"):
+        fit(fresh, parquet, eval_data=[{}] * 3, batch_size=4, rows_per_item=2)
+    with pytest.raises(DataError, match="data: 3 rows do not divide by rows_per_item=2"):
+        fresh.evaluate([{}] * 3, batch_size=4, rows_per_item=2)
     assert fresh.state is GroupState.READY
     assert fit(fresh, parquet, max_steps=1).num_steps == 1
 
