@@ -45,8 +45,10 @@ def position_of(function: Callable[..., Any], name: str) -> int | None:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return True if a function has a parameter of that name, or `**kwargs`."""
-    return bool(_taken(_parameters(function), {name: None}))
+    """Return True if a function has a parameter of that name, or is a model of transformers with `**kwargs`."""
+    parameters = _parameters(function) or []
+    passes_on = isinstance(function, nn.Module) and is_transformers_model(function)
+    return any(one.name == name or (passes_on and one.kind is _ANY_NAME) for one in parameters)
 
 
 def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:

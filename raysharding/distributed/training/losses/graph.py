@@ -180,8 +180,9 @@ class GraphReader:
         if math.prod(constant.shape) != 1:
             raise refuse(f"{node.name()}, by a tensor of shape {tuple(constant.shape)}")
         number = _number(constant)
-        child = (one, number_one) if other is None else (other, number_other)
-        self._walk(child, factor * number if kind_of(node) == "Mul" else factor / number)
+        if kind_of(node) == "Div":
+            number = 1 / number if isinstance(number, torch.Tensor) or number else math.inf
+        self._walk((one, number_one) if other is None else (other, number_other), factor * number)
         _, operands = self._recorder.operands.get(node, ("", ()))
         if any(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in operands):
             raise refuse(f"{node.name()}, by a tensor of whole numbers, which may be a count")

@@ -150,6 +150,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note it."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # else the compiler gives up on what it cannot trace, for good
+            return func(*args, **kwargs)
         rule = _RULES.get(func)
         if rule is not None:
             return self._reduce(func, rule, args, kwargs)

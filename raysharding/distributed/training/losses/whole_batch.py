@@ -189,10 +189,8 @@ def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tu
         if not result.requires_grad:
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         outputs = recorded.outputs()
-        num_rows = None if batch.num_rows is None else max(batch.num_rows, getattr(batch, "rows_per_item", 1))
-        rows = RowCheck(
-            recorded.recorder, [leaf for _, leaf in outputs], num_rows, getattr(batch, "rows_per_item", 1), batch.dim
-        )
+        num_rows = None if batch.num_rows is None else max(batch.num_rows, batch.rows_per_item)
+        rows = RowCheck(recorded.recorder, [leaf for _, leaf in outputs], num_rows, batch.rows_per_item, batch.dim)
         own = {} if loss is not None else _own_terms(recorded, batch)
         return GraphReader(recorded.recorder, rows, own).read(result), ""
     except UnreadableLossError as error:
