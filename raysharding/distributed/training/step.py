@@ -11,14 +11,15 @@ parts once without a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.batch import RankBatch
-from raysharding.distributed.comm import to_host
+from raysharding.batch import RankBatch, Split
+from raysharding.distributed.comm import all_gather_ints, to_host
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     clip_grad_norm_,
@@ -172,7 +173,7 @@ class Accumulation:
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: RankBatch,
+    batch: RankBatch | Mapping[str, Any],
     *,
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
@@ -189,7 +190,8 @@ def train_step(
     Args:
         module: The sharded root module.
         optimizer: Optimizer over the module's parameters.
-        batch: This rank's part, from `deal`.
+        batch: This rank's part, from `deal`; or a mapping of the model's arguments by name, whose tensors hold this
+            rank's rows in dim 0, one or more.
         loss: See `losses.loss_of_batch`. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: True for train mode, False for eval mode. Default True. Modes of submodules are restored.
@@ -207,7 +209,7 @@ def train_step(
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
     check_max_grad_norm(max_grad_norm)
-    parts = batch.parts(gradient_accumulation_steps)
+    parts = _rank_batch(batch).parts(gradient_accumulation_steps)
     done = Accumulation()
     zero_grad(module, optimizer)
     for index, part in enumerate(parts):
@@ -222,6 +224,26 @@ def train_step(
             later=parts[index + 1 :],
         )
     return optim_step(module, optimizer, done, max_grad_norm=max_grad_norm)
+
+
+def _rank_batch(batch: RankBatch | Mapping[str, Any]) -> RankBatch:
+    """Return a rank's rows as its part of a call; collective for a mapping.
+
+    Raises:
+        ValueError: On every rank, if tensors of one rank differ in their number of rows, or have none.
+    """
+    if isinstance(batch, RankBatch):
+        return batch
+    rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    # The ranks' numbers of rows may differ, and each rank needs all: to cut them into as many parts.
+    found = [one for (one,) in all_gather_ints([next(iter(rows.values()), 0) if len(set(rows.values())) == 1 else 0])]
+    if not all(found):
+        raise ValueError(
+            f"rank {found.index(0)} has no rows, or tensors of different numbers of rows (this rank: {rows}): give "
+            "every rank a row or more, in dim 0 of every tensor, or the rows of all ranks by raysharding.batch.deal"
+        )
+    kwargs = {name: Split(value) if name in rows else value for name, value in batch.items()}
+    return RankBatch(wrapped_kwargs=kwargs, num_rows=found[dist.get_rank()], rows=tuple(found))
 
 
 def zero_grad(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -15,24 +15,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from raysharding.distributed.training.losses.reductions import Count, Node, Recorder
-from raysharding.distributed.training.losses.rows import Edge, RowCheck, kind_of, refuse
+from raysharding.distributed.training.losses.rows import SAME_ELEMENTS, Edge, RowCheck, kind_of, refuse
 from raysharding.torch_internals import saved, shape_of
 
 Factor = float | torch.Tensor
-_SAME = [
-    "ToCopy",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Squeeze",
-    "Unsqueeze",
-    "Expand",
-    "Clone",
-    "Alias",
-    "Permute",
-    "Transpose",
-    "T",
-]
 
 
 @dataclass(eq=False)
@@ -130,7 +116,7 @@ class GraphReader:
             self._add(node, self._own_terms[node], factor)
         elif node in self._recorder.reductions:
             self._add_reduction(node, factor)
-        elif kind in _SAME:
+        elif kind in SAME_ELEMENTS:
             self._walk_all(node, factor)
         elif kind == "Neg":
             self._walk_all(node, -factor)
@@ -183,6 +169,8 @@ class GraphReader:
         if kind_of(node) == "Div":
             number = 1 / number if isinstance(number, torch.Tensor) or number else math.inf
         self._walk((one, number_one) if other is None else (other, number_other), factor * number)
+        if node in self._recorder.with_mixed:
+            raise refuse(f"{node.name()}, by a number that the loss function made by combining this rank's rows")
         _, operands = self._recorder.operands.get(node, ("", ()))
         if any(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in operands):
             raise refuse(f"{node.name()}, by a tensor of whole numbers, which may be a count")

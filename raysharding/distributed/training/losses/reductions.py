@@ -26,6 +26,11 @@ Node: TypeAlias = Any
 Count: TypeAlias = torch.Tensor | int
 
 
+def names_of(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
 @dataclass(frozen=True, eq=False)
 class Reduction:
     """One call of a loss function of torch's."""
@@ -129,6 +134,11 @@ _RULES: Mapping[Any, _Rule] = {
 
 
 _PRODUCTS = ("linear", "matmul", "mm")
+_OVER_ROWS = names_of("""
+    amax amin argmax argmin argsort cummax cummin cumprod cumsum kthvalue logcumsumexp logsumexp max mean median min nanmean
+    nanmedian nansum norm normalize prod quantile softmax sort std std_mean sum topk unique var var_mean
+""")
+"""Functions that combine rows, where their dim is that of the rows."""
 
 
 class Recorder(TorchFunctionMode):
@@ -146,6 +156,9 @@ class Recorder(TorchFunctionMode):
         """Node of a result of one element → name of the function, and its arguments."""
         self.layers: dict[Node, torch.Tensor | None] = {}
         """Node of a product with a parameter, even a frozen one → its input; of an FSDP block's output → `None`."""
+        self.with_mixed: set[Node] = set()
+        """Nodes that have an operand without gradient which the loss function made by combining rows."""
+        self._mixed: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note it."""
@@ -156,16 +169,30 @@ class Recorder(TorchFunctionMode):
         if rule is not None:
             return self._reduce(func, rule, args, kwargs)
         result = func(*args, **kwargs)
+        operands = (*args, *kwargs.values())
+        if not self.in_model:
+            self._follow_mixed(func.__name__, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
         name = func.__name__.strip("_")
-        if name in _PRODUCTS and any(isinstance(one, nn.Parameter) for one in (*args[1:], *kwargs.values())):
+        if name in _PRODUCTS and any(isinstance(one, nn.Parameter) for one in operands[1:]):
             self.layers[result.grad_fn] = args[0]
         if result.numel() == 1:
             self.operands[result.grad_fn] = (name, args)
             if name == "mean":  # a copy: the caller may change it in place
                 self.means[result.grad_fn] = (result.detach().clone().reshape(()), self.in_model)
         return result
+
+    def _follow_mixed(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a result without gradient that depends on several rows, and results with gradient made with one."""
+        from_mixed = any(id(one) in self._mixed for one in (*args, *kwargs.values()))
+        if not from_mixed and not _combines_rows(name, args, kwargs):
+            return
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+                self.with_mixed.add(one.grad_fn)
+            elif isinstance(one, torch.Tensor):
+                self._mixed[id(one)] = one  # kept, so that no other gets its id
 
     def _reduce(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
@@ -190,9 +217,18 @@ class Recorder(TorchFunctionMode):
             ),
             along=along,
             in_model=self.in_model,
-            problem=_problem(func.__name__, rule, call),
+            problem=_problem(func.__name__, rule, call, self._mixed),
         )
         return result
+
+
+def _combines_rows(name: str, args: Any, kwargs: Any) -> bool:
+    first = args[0] if args else None
+    if name not in _OVER_ROWS or not isinstance(first, torch.Tensor) or first.requires_grad or not first.ndim:
+        return False
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    found = dims if isinstance(dims, tuple | list) else [dims]
+    return any(dim is None or (isinstance(dim, int) and dim in (0, -first.ndim)) for dim in found)
 
 
 def _rows_of_first(call: Arguments) -> int:
@@ -217,7 +253,9 @@ def _without_nan(scores: torch.Tensor, counts: list[Count]) -> torch.Tensor:
     return alias
 
 
-def _problem(name: str, rule: _Rule, call: Arguments) -> str:
+def _problem(name: str, rule: _Rule, call: Arguments, mixed: Mapping[int, torch.Tensor]) -> str:
+    if any(id(one) in mixed for one in call.values()):
+        return f"{name} has an argument that the loss function made by combining this rank's rows"
     if call["reduction"] == "sum" and not rule.sums:
         return f"{name}(reduction='sum') is a sum"
     if call.get("size_average") is not None or call.get("reduce") is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from raysharding.distributed.training.losses.reductions import Node, Recorder, Reduction
+from raysharding.distributed.training.losses.reductions import Node, Recorder, Reduction, names_of
 from raysharding.torch_internals import saved, shape_of
 
 Edge = tuple[Node, int]
@@ -35,135 +35,24 @@ class Rows(NamedTuple):
     """Number of consecutive indices of that dim that belong to one item; `None` if an item's are not consecutive."""
 
 
-_ELEMENTWISE = [
-    "Abs",
-    "Acos",
-    "Acosh",
-    "Add",
-    "Addcdiv",
-    "Addcmul",
-    "Alias",
-    "Angle",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atan2",
-    "Atanh",
-    "Celu",
-    "Clamp",
-    "ClampMax",
-    "ClampMin",
-    "Clone",
-    "Copysign",
-    "Cos",
-    "Cosh",
-    "Div",
-    "Elu",
-    "Erf",
-    "Erfc",
-    "Exp",
-    "Exp2",
-    "Expm1",
-    "Gelu",
-    "Hardshrink",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "HuberLoss",
-    "L1Loss",
-    "LeakyRelu",
-    "Lerp",
-    "Log",
-    "Log10",
-    "Log1p",
-    "Log2",
-    "LogSigmoid",
-    "Logaddexp",
-    "Logaddexp2",
-    "Logit",
-    "Maximum",
-    "Minimum",
-    "Mish",
-    "MseLoss",
-    "Mul",
-    "NanToNum",
-    "Neg",
-    "Pow",
-    "Reciprocal",
-    "Relu",
-    "Rsqrt",
-    "Rsub",
-    "Selu",
-    "Sgn",
-    "Sigmoid",
-    "Sign",
-    "Silu",
-    "Sin",
-    "Sinh",
-    "SmoothL1Loss",
-    "Softplus",
-    "Softshrink",
-    "Sqrt",
-    "Sub",
-    "Tan",
-    "Tanh",
-    "Threshold",
-    "ToCopy",
-    "Xlogy",
-]
-_REDUCE = [
-    "Amax",
-    "Amin",
-    "LinalgVectorNorm",
-    "Logsumexp",
-    "Max",
-    "Mean",
-    "Median",
-    "Min",
-    "Norm",
-    "Prod",
-    "Std",
-    "Sum",
-    "Var",
-]
-_ALONG = ["Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "LogCumsumExp", "LogSoftmax", "Softmax", "Sort", "Topk"]
-_LAYERS = [
-    "Addmm",
-    "AvgPool2D",
-    "Baddbmm",
-    "Convolution",
-    "CudnnConvolution",
-    "Embedding",
-    "MkldnnConvolution",
-    "NativeDropout",
-    "NativeGroupNorm",
-    "NativeLayerNorm",
-    "UpsampleBicubic2D",
-    "UpsampleBilinear2D",
-    "UpsampleLinear1D",
-    "UpsampleNearest2D",
-    "Mm",
-    "Bmm",
-    "_FusedRmsNorm",
-    "FusedRmsNorm",
-    "MkldnnLinear",
-    "CudnnRnn",
-]
-_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm")
-_SHAPES_OF_PARAMETERS = [
-    "T",
-    "Transpose",
-    "Permute",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Unsqueeze",
-    "Squeeze",
-    "Expand",
-    "ToCopy",
-    "Clone",
-    "Alias",
-]
+_ELEMENTWISE = names_of("""
+    Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
+    Copysign Cos Cosh Div Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp Log Log10 Log1p
+    Log2 LogSigmoid Logaddexp Logaddexp2 Logit Maximum Minimum Mish Mul NanToNum Neg Pow Reciprocal Relu Rsqrt Rsub Selu
+    Sgn Sigmoid Sign Silu Sin Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Xlogy
+""")
+_REDUCTIONS = names_of("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
+_ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum Gather LogCumsumExp LogSoftmax Softmax Sort Topk")
+_VIEWS = names_of("View UnsafeView ReshapeAlias Unsqueeze Squeeze")
+_TRANSPOSITIONS = names_of("T Transpose Permute")
+_PARTS = names_of("Slice Select Split SplitWithSizes Unbind")
+_PRODUCTS = names_of("Mm Addmm Bmm Baddbmm")
+_LAYERS = _PRODUCTS | names_of("""
+    AvgPool2D Convolution CudnnConvolution Embedding MkldnnConvolution MkldnnLinear NativeDropout NativeGroupNorm
+    NativeLayerNorm UpsampleBicubic2D UpsampleBilinear2D UpsampleLinear1D UpsampleNearest2D
+""")
+SAME_ELEMENTS = _VIEWS | _TRANSPOSITIONS | names_of("Expand ToCopy Clone Alias")
+"""Operations that change no value."""
 _WAY_OUT = "let loss= return (sum over the rank's rows, count), or a list of such pairs; (sum, None) for a sum"
 
 
@@ -193,7 +82,6 @@ class RowCheck:
     ) -> None:
         self._recorder = recorder
         self._num_items = None if num_rows is None else max(num_rows // rows_per_item, 1)
-        self._rows_per_item = rows_per_item
         self._border: dict[Edge, Rows | None] = {
             _edge(output): self._at_border(tuple(output.shape), dim) for output in outputs if output.ndim
         }
@@ -266,7 +154,7 @@ class RowCheck:
                 raise refuse(
                     f"{node.name()} in the model multiplies rows with rows, so that each depends on the others"
                 )
-            if kind in _ELEMENTWISE or kind in _SHAPES_OF_PARAMETERS:
+            if kind in _ELEMENTWISE or kind in SAME_ELEMENTS:
                 queue += [child for child, _ in node.next_functions if child is not None]
 
     def _multiplies_rows(self, node: Node) -> bool:
@@ -330,18 +218,19 @@ class RowCheck:
             if rows is None:
                 continue
             before = shape_of(*child)
-            is_expanded |= len(before) != len(shape) or before != shape
+            is_expanded |= before != shape
             if rows.dim is not None and shape[rows.dim] != before[rows.dim]:
                 raise refuse(f"{node.name()} broadcasts the rows of {before} to {shape}, and so combines rows")
             found.append(rows)
-        has_data = any(child is None for child, _ in node.next_functions)
-        if has_data:
+        if any(child is None for child, _ in node.next_functions):
             self._check_data(node, found, is_expanded, shape)
         return _joined(node, found)
 
     def _check_data(self, node: Node, found: list[Rows], is_expanded: bool, shape: tuple[int, ...]) -> None:
         """Check an operand without a gradient: a number, or data."""
         kind = kind_of(node)
+        if node in self._recorder.with_mixed:
+            raise refuse(f"{node.name()}, with a tensor that the loss function made by combining this rank's rows")
         if kind in ("Mul", "Div"):
             name = "other" if node.next_functions[0][0] is not None else "self"
             factor = saved(node, name)
@@ -524,7 +413,7 @@ def _is_parameter(node: Node | None) -> bool:
     kind = kind_of(node)
     if kind == "torch::autograd::AccumulateGrad":
         return True
-    known = kind in _SHAPES_OF_PARAMETERS or kind in ("Mm", "Add", "Mul")
+    known = kind in SAME_ELEMENTS or kind in ("Mm", "Add", "Mul")
     children = node.next_functions
     return known and bool(children) and all(_is_parameter(child) or _is_number(node, child) for child, _ in children)
 
@@ -537,11 +426,11 @@ def _is_number(node: Node, child: Node | None) -> bool:
 Rule = Callable[[RowCheck, Edge, bool], Rows | None]
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, RowCheck._elementwise),
-    **dict.fromkeys(_REDUCE, RowCheck._reduce),
-    **dict.fromkeys(_ALONG, RowCheck._along),
-    **dict.fromkeys(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"), RowCheck._view),
-    **dict.fromkeys(("T", "Transpose", "Permute"), RowCheck._permute),
-    **dict.fromkeys(("Slice", "Select", "Split", "SplitWithSizes", "Unbind"), RowCheck._part),
+    **dict.fromkeys(_REDUCTIONS, RowCheck._reduce),
+    **dict.fromkeys(_ALONG_A_DIM, RowCheck._along),
+    **dict.fromkeys(_VIEWS, RowCheck._view),
+    **dict.fromkeys(_TRANSPOSITIONS, RowCheck._permute),
+    **dict.fromkeys(_PARTS, RowCheck._part),
     **dict.fromkeys(("Cat", "Stack"), RowCheck._joint),
     "Expand": RowCheck._expand,
     "Index": RowCheck._index,
