@@ -30,6 +30,8 @@ class Recorded:
     """The model's output."""
     result: torch.Tensor | list[Pair] | None
     """The loss of this rank's rows; `None` if the model returned none."""
+    with_backward: bool
+    """True if a backward follows."""
 
     def outputs(self) -> list[tuple[str, torch.Tensor]]:
         """Return path and value of the model's outputs that have a gradient, without the loss."""
@@ -55,7 +57,7 @@ def run_recorded(
         loss: The caller's loss function, or `None` for the model's own.
         with_backward: False where no backward follows: activations are not kept.
     """
-    recorder = Recorder()
+    recorder = Recorder(leaf for _, leaf in leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if not with_backward:
@@ -63,12 +65,12 @@ def run_recorded(
         stack.enter_context(_outside_blocks(module, recorder, with_backward))
         if loss is None:
             output = module(*args, **kwargs)
-            return Recorded(recorder, output, _own_loss(output))
+            return Recorded(recorder, output, _own_loss(output), with_backward)
         output = call_model(module, args, kwargs, loss)
         if not with_backward:
             output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
         recorder.in_model = False
-        return Recorded(recorder, output, call_loss(loss, output, args, kwargs))
+        return Recorded(recorder, output, call_loss(loss, output, args, kwargs), with_backward)
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:

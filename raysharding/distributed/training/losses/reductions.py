@@ -12,7 +12,7 @@ Note: what it costs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -135,16 +135,20 @@ _RULES: Mapping[Any, _Rule] = {
 
 _PRODUCTS = ("linear", "matmul", "mm")
 _OVER_ROWS = names_of("""
-    amax amin argmax argmin argsort cummax cummin cumprod cumsum kthvalue logcumsumexp logsumexp max mean median min nanmean
-    nanmedian nansum norm normalize prod quantile softmax sort std std_mean sum topk unique var var_mean
+    amax amin argmax argmin argsort cummax cummin cumprod cumsum kthvalue logcumsumexp logsumexp max mean median min
+    nanmean nanmedian nansum norm normalize prod quantile softmax sort std std_mean sum topk unique var var_mean
 """)
 """Functions that combine rows, where their dim is that of the rows."""
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the loss functions that run while it is active, and the values that the graph does not keep."""
+    """Notes the loss functions that run while it is active, and the values that the graph does not keep.
 
-    def __init__(self) -> None:
+    Args:
+        data: The tensors of the call, which hold rows.
+    """
+
+    def __init__(self, data: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.in_model = True
         """False while the caller's loss function runs."""
@@ -158,6 +162,7 @@ class Recorder(TorchFunctionMode):
         """Node of a product with a parameter, even a frozen one → its input; of an FSDP block's output → `None`."""
         self.with_mixed: set[Node] = set()
         """Nodes that have an operand without gradient which the loss function made by combining rows."""
+        self._data = {id(one): one for one in data}
         self._mixed: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +176,7 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         operands = (*args, *kwargs.values())
         if not self.in_model:
-            self._follow_mixed(func.__name__, args, kwargs, result)
+            self._follow_data(func.__name__, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
         name = func.__name__.strip("_")
@@ -183,16 +188,21 @@ class Recorder(TorchFunctionMode):
                 self.means[result.grad_fn] = (result.detach().clone().reshape(()), self.in_model)
         return result
 
-    def _follow_mixed(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note a result without gradient that depends on several rows, and results with gradient made with one."""
-        from_mixed = any(id(one) in self._mixed for one in (*args, *kwargs.values()))
-        if not from_mixed and not _combines_rows(name, args, kwargs):
+    def _follow_data(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note results without gradient that depend on data, and on several rows, and results with gradient of such."""
+        operands = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        if not any(one.requires_grad or id(one) in self._data for one in operands):
             return
+        from_mixed = any(id(one) in self._mixed for one in operands)
+        is_mixed = from_mixed or _combines_rows(name, args, kwargs)
         for one in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+            if not isinstance(one, torch.Tensor):
+                continue
+            if one.grad_fn is not None and from_mixed:
                 self.with_mixed.add(one.grad_fn)
-            elif isinstance(one, torch.Tensor):
-                self._mixed[id(one)] = one  # kept, so that no other gets its id
+            elif one.grad_fn is None:
+                self._data[id(one)] = one  # kept, so that no other gets its id
+                self._mixed |= {id(one): one} if is_mixed else {}
 
     def _reduce(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)

@@ -37,9 +37,9 @@ class Rows(NamedTuple):
 
 _ELEMENTWISE = names_of("""
     Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
-    Copysign Cos Cosh Div Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp Log Log10 Log1p
-    Log2 LogSigmoid Logaddexp Logaddexp2 Logit Maximum Minimum Mish Mul NanToNum Neg Pow Reciprocal Relu Rsqrt Rsub Selu
-    Sgn Sigmoid Sign Silu Sin Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Xlogy
+    Copysign Cos Cosh Div Elu Erf Erfc Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp
+    Log Log10 Log1p Log2 LogSigmoid Logaddexp Logaddexp2 Logit Maximum Minimum Mish Mul NanToNum Neg Pow Reciprocal
+    Relu Rsqrt Rsub Selu Sgn Sigmoid Sign Silu Sin Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Xlogy
 """)
 _REDUCTIONS = names_of("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
 _ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum Gather LogCumsumExp LogSoftmax Softmax Sort Topk")

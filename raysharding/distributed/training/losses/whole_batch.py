@@ -36,7 +36,7 @@ class BatchLoss:
     """The loss of one call, over all ranks. The tensors are fp64, on the module's device, the same on every rank."""
 
     output: Any
-    """The model's output on this rank, with its graph."""
+    """The model's output on this rank; `None` where a backward follows, which needs the memory."""
     names: tuple[str, ...]
     """Names of the terms, the same on every rank."""
     is_sum: torch.Tensor
@@ -140,10 +140,14 @@ def loss_of_batch(
     batch = batch.replaced(lambda value: move_inputs(value, device))
     if loss is None and module in _counting and _counting[module]:
         return _by_label_counts(module, batch, None, with_backward)
-    recorded = run_recorded(module, batch.args, batch.kwargs, loss, with_backward=with_backward)
-    if recorded.result is None:
-        loss_of(recorded.output)  # raises
-    return _of_recorded(module, batch, recorded, loss, with_backward)
+    # The forward is held in one frame alone, which may have to drop it.
+    return _of_recorded(
+        module,
+        batch,
+        run_recorded(module, batch.args, batch.kwargs, loss, with_backward=with_backward),
+        loss,
+        with_backward,
+    )
 
 
 def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, torch.Tensor | None]:
@@ -170,11 +174,15 @@ def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, torch.T
 def _of_recorded(
     module: nn.Module, batch: RankBatch, recorded: Recorded, loss: LossFunction | None, with_backward: bool
 ) -> BatchLoss:
+    if recorded.result is None:
+        loss_of(recorded.output)  # raises
     reading, refusal = _read(recorded, batch, loss)
     if _agree(module, batch, loss, reading, refusal):
         return _over_ranks(recorded, batch, reading, compute_device(module))
     assert isinstance(recorded.result, torch.Tensor)  # pairs are always read
-    return _by_label_counts(module, batch, recorded.result, with_backward)
+    mean = recorded.result.detach()
+    del recorded, reading  # and its activations
+    return _by_label_counts(module, batch, mean, with_backward)
 
 
 def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
@@ -250,7 +258,7 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     told = table[ranks, 2 * num_terms :]
     counts = table[:, num_terms : 2 * num_terms].sum(0)
     return BatchLoss(
-        output=recorded.output,
+        output=None if recorded.with_backward else recorded.output,
         names=tuple(term.name for term in terms),
         is_sum=is_sum,
         sums=table[:, :num_terms].sum(0),
@@ -296,7 +304,6 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, mean: torch.Tensor | N
         raise refuse("the model gives no terms, and the call has no integer labels to count")
     assert counts is not None
     if mean is not None:
-        mean = mean.detach()
         reshard(module)  # the forward without a backward has left full parameters registered
     total = sum(row[1] for row in rows)
     kwargs = {**batch.kwargs, "num_items_in_batch": max(total, 1)}
