@@ -57,6 +57,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Timeouts",
+    "UnreadableLossError",
     "__version__",
     "current_worker",
 ]

@@ -9,6 +9,7 @@
     ├── PreflightError     (RuntimeError)  nodes or links that prevent a group from working: lists every finding
     ├── RendezvousError    (TimeoutError)  ranks that did not arrive
     ├── OutputTooLargeError (ValueError)   a result over the cap: size, cap and the cure
+    ├── UnreadableLossError (ValueError)   a loss from whose parts that of the whole batch does not follow
     └── GroupError         (RuntimeError)  ranks failed: `primary` first, all in `failures`
         ├── CallTimeoutError (TimeoutError)  a call exceeded its deadline
         ├── CallCancelledError               a call was removed from the queue before any rank began it
@@ -100,6 +101,13 @@ class EmptyBatchError(RayshardingError, ValueError):
     """A batch whose labels are all masked, so its loss is undefined.
 
     Every rank raises this error before the optimizer step; the module is unharmed and its gradients are dropped.
+    """
+
+
+class UnreadableLossError(RayshardingError, ValueError):
+    """A loss from whose values on the ranks that of the whole batch does not follow; names the operation and the cure.
+
+    Every rank raises this error before the backward; the module is unharmed.
     """
 
 

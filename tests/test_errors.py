@@ -29,6 +29,7 @@ from raysharding.errors import (
     RankFailure,
     RayshardingError,
     RendezvousError,
+    UnreadableLossError,
     caught_as,
     shown,
 )
@@ -68,7 +69,8 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     GroupTakenOverError("group 'llama' was taken over by another driver"),
     PreflightError("1 error", problems=("error: interface: node 10.0.0.2: ...",)),
     DataError("has no rows", path="/data/rows.parquet"),
-    EmptyBatchError("no label counts"),
+    EmptyBatchError("nothing counts"),
+    UnreadableLossError("SumBackward0 is a sum"),
 )
 
 
@@ -98,6 +100,7 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
         (CheckpointError, ValueError),
         (DataError, ValueError),
         (EmptyBatchError, ValueError),
+        (UnreadableLossError, ValueError),
         (PlanError, ValueError),
         (PlacementError, TimeoutError),
         (PreflightError, RuntimeError),

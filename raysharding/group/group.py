@@ -469,16 +469,19 @@ class ShardedModelGroup:
 
         Args:
             *args: The model's arguments, as for `forward`.
-            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`. To
-                determine how `loss` is reduced over a batch, the first step also runs it on parts of the batch and on
-                labels that the batch does not have: masked by -100 (maps: by 255), or of one of its classes. These runs
-                change no weights.
+            loss: `loss(output, *args, **kwargs)` → a scalar, `(sum, count)`, a list of such pairs for several terms
+                with counts of their own, or `(sum, None)` for a sum. Sums are over the rows that the function is given,
+                those of one rank: pairs are added up over all ranks and parts. A scalar must be a linear combination of
+                means that torch states: its loss functions with `reduction="mean"`, and `mean()` over all elements of
+                what keeps rows apart. Anything else is an `UnreadableLossError`, which names the operation and the way
+                out. Default: the output's own `.loss`, which is read in the same way.
             max_grad_norm: Clip gradients to this global norm. Default: no clipping.
             mode: `"eval"` trains with the modules in eval mode: no dropout, BatchNorm with its stored statistics.
                 Default train.
             gradient_accumulation_steps: Number of parts in which each rank processes its rows, one after the other, to
                 save memory; the update is that of all rows at once, and gradients are reduced once. Between the parts
-                each rank holds full, unsharded gradients. Default 1.
+                each rank holds full, unsharded gradients. If the loss has several terms with counts of their own, the
+                forwards of all parts but the first run twice. Default 1.
             **kwargs: As `args`.
 
         Returns:
@@ -487,7 +490,8 @@ class ShardedModelGroup:
         Raises:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
-            GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with this loss.
+            UnreadableLossError: See `loss`. The group is READY.
+            GroupError: The model or the loss raised.
             ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode`
                 or a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
                 whether there is one: a missing optimizer then raises a `GroupError`.

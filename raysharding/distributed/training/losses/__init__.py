@@ -7,5 +7,4 @@ from raysharding.distributed.training.losses.calls import (
     known_arguments,
     positions_of,
 )
-from raysharding.distributed.training.losses.rows import UnreadableLossError
 from raysharding.distributed.training.losses.whole_batch import BatchLoss, forward_with_loss, loss_of_batch

@@ -16,14 +16,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from raysharding.distributed.training.losses.reductions import Node, Recorder, Reduction, names_of
+from raysharding.errors import UnreadableLossError
 from raysharding.torch_internals import saved, shape_of
 
 Edge = tuple[Node, int]
 """A forward result: the node of its operation, and the number of the output."""
-
-
-class UnreadableLossError(ValueError):
-    """A loss whose value for the whole batch does not follow from those of its parts."""
 
 
 class Rows(NamedTuple):

@@ -25,7 +25,8 @@ from raysharding.distributed.training.losses.calls import LossFunction, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
 from raysharding.distributed.training.losses.label_counts import LabelCounts, count_labels, has_count, takes_count
 from raysharding.distributed.training.losses.recording import Recorded, run_recorded
-from raysharding.distributed.training.losses.rows import RowCheck, UnreadableLossError, refuse
+from raysharding.distributed.training.losses.rows import RowCheck, refuse
+from raysharding.errors import UnreadableLossError
 
 _OWN_TERMS = ("aux_loss", "z_loss")
 """Ends of the names under which mixtures of experts return what they add to their loss."""
