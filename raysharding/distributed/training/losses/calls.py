@@ -148,6 +148,12 @@ def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...],
     return len(places) == len(args) and not any(place.name in taken for place in places)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True after `module.compile()`, `torch.compile(module)` or `module.forward = torch.compile(...)`."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def find_loss(output: Any) -> Any:
     """Return the `loss` of an output, an attribute or key, or `None`."""
     if isinstance(output, Mapping):

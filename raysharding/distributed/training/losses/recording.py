@@ -6,7 +6,7 @@ Without a backward, only what is outside the FSDP blocks gets a graph, and the g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from raysharding.distributed.fully_shard import fsdp_modules
-from raysharding.distributed.training.losses.calls import LossFunction, Pair, call_loss, call_model, find_loss
+from raysharding.distributed.training.losses.calls import (
+    LossFunction,
+    Pair,
+    call_loss,
+    call_model,
+    find_loss,
+    is_compiled,
+)
 from raysharding.distributed.training.losses.reductions import Recorder
 from raysharding.torch_internals import current_function_mode
 from raysharding.tree import leaves, map_leaves
@@ -62,14 +69,14 @@ def run_recorded(
         stack.enter_context(torch.enable_grad())
         if not with_backward:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_shape_alone, _as_it_is))
-        stack.enter_context(_outside_blocks(module, recorder, with_backward))
+        with nullcontext() if is_compiled(module) else _outside_blocks(module, recorder, with_backward):
+            output = module(*args, **kwargs) if loss is None else call_model(module, args, kwargs, loss)
         if loss is None:
-            output = module(*args, **kwargs)
             return Recorded(recorder, output, _own_loss(output), with_backward)
-        output = call_model(module, args, kwargs, loss)
         if not with_backward:
             output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
         recorder.in_model = False
+        stack.enter_context(recorder)
         return Recorded(recorder, output, call_loss(loss, output, args, kwargs), with_backward)
 
 

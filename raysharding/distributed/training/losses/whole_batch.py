@@ -7,7 +7,6 @@ Terms and D are read anew in every call; nothing is kept from one call for the n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, all_gather_json
-from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once
-from raysharding.distributed.training.losses.calls import LossFunction, loss_of
+from raysharding.distributed.comm import all_gather_ints, all_gather_json, to_host
+from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
+from raysharding.distributed.training.losses.calls import LossFunction, is_compiled, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
 from raysharding.distributed.training.losses.label_counts import LabelCounts, count_labels, has_count, takes_count
 from raysharding.distributed.training.losses.recording import Recorded, run_recorded
@@ -139,8 +138,8 @@ def loss_of_batch(
     # A sharded root moves the arguments of its forward, but not labels that only the loss function takes.
     device = compute_device(module)
     batch = batch.replaced(lambda value: move_inputs(value, device))
-    if loss is None and module in _counting and _counting[module]:
-        return _by_label_counts(module, batch, None, with_backward)
+    if loss is None and (module in _counting or (is_compiled(module) and takes_count(module))):
+        return _by_label_counts(module, batch, with_backward)
     # The forward is held in one frame alone, which may have to drop it.
     return _of_recorded(
         module,
@@ -180,10 +179,8 @@ def _of_recorded(
     reading, refusal = _read(recorded, batch, loss)
     if _agree(module, batch, loss, reading, refusal):
         return _over_ranks(recorded, batch, reading, compute_device(module))
-    assert isinstance(recorded.result, torch.Tensor)  # pairs are always read
-    mean = recorded.result.detach()
     del recorded, reading  # and its activations
-    return _by_label_counts(module, batch, mean, with_backward)
+    return _by_label_counts(module, batch, with_backward)
 
 
 def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
@@ -227,8 +224,7 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     # Before numbers are summed: ranks with other terms would add up what does not belong together, or hang.
     facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), loss is None and takes_count(module)]
     rows = all_gather_ints([int(fact) for fact in facts])
-    if any(row[2] for row in rows):
-        raise ValueError("num_items_in_batch is computed by raysharding over all ranks; leave it out of the call")
+    _refuse_count(any(row[2] for row in rows))
     if any(row[1] for row in rows):
         if all(row[3] for row in rows):
             return False
@@ -238,6 +234,11 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(text)))
         raise ValueError(f"the ranks' losses have different terms ({listed}): return the same terms on every rank")
     return True
+
+
+def _refuse_count(is_given: bool) -> None:
+    if is_given:
+        raise ValueError("num_items_in_batch is computed by raysharding over all ranks; leave it out of the call")
 
 
 def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: torch.device) -> BatchLoss:
@@ -283,51 +284,54 @@ def _vector(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 _counting: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Models whose own loss cannot be read, and is a sum divided by `num_items_in_batch` → True once that was seen.
+"""Models whose own loss cannot be read, but divides by `num_items_in_batch` → True once it was seen which labels count.
 
-This is a property of the model's code, not of a batch: it was seen where the candidate counts differ."""
-_TOLERANCE = 3e-2
-"""Relative, of a loss by its own mean and as a sum: above the rounding of bf16, below a count of shifted labels."""
+Both are properties of the model's code. The second is seen in a batch in which shifted labels are of another number."""
+_TOLERANCE = 1e-3
+"""Relative, of the labels that a loss is a mean over, computed from two of its values."""
 
 
-def _by_label_counts(module: nn.Module, batch: RankBatch, mean: torch.Tensor | None, with_backward: bool) -> BatchLoss:
-    """Return the loss of a model that divides by `num_items_in_batch`: a sum over the labels that it counts.
+def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool) -> BatchLoss:
+    """Return the loss of a model that divides by `num_items_in_batch`: a sum over labels; collective.
 
     Args:
         module: As for `loss_of_batch`.
         batch: As for `loss_of_batch`.
-        mean: This rank's loss without that argument, to compare; `None` after it was seen to be the same.
         with_backward: As for `loss_of_batch`.
     """
     counts = count_labels(module, batch)
-    rows = all_gather_ints([0, 0, 0] if counts is None else [1, counts.counted, counts.other])
+    own = [0, 0, 0] if counts is None else [1, counts.counted, counts.other]
+    rows = all_gather_ints([*own, int(has_count(module, batch))])
+    _refuse_count(any(row[3] for row in rows))
     if not all(row[0] for row in rows):
         raise refuse("the model gives no terms, and the call has no integer labels to count")
     assert counts is not None
-    if mean is not None:
-        reshard(module)  # the forward without a backward has left full parameters registered
-    total = sum(row[1] for row in rows)
-    kwargs = {**batch.kwargs, "num_items_in_batch": max(total, 1)}
+    total = max(sum(row[1] for row in rows), 1)
+    shows_rule = any(row[1] and row[1] != row[2] for row in rows)
+    if module not in _counting or (shows_rule and not _counting[module]):
+        reshard(module)  # a forward without a backward has left full parameters registered
+        _check_counts(module, batch, counts, total + 1)
+        _counting[module] = shows_rule
+    kwargs = {**batch.kwargs, "num_items_in_batch": total}
     recorded = run_recorded(module, batch.args, kwargs, None, with_backward=with_backward)
-    sum_ = loss_of(recorded.output) * max(total, 1)
-    if mean is not None:
-        _compare(module, counts, mean, sum_, rows)
-    term = Term("labels", None, None, counts.counted, 1.0, sum_)
+    term = Term("labels", None, None, counts.counted, 1.0, loss_of(recorded.output) * total)
     return _over_ranks(recorded, batch, Reading([term]), compute_device(module))
 
 
-def _compare(
-    module: nn.Module, counts: LabelCounts, mean: torch.Tensor, sum_: torch.Tensor, rows: list[list[int]]
-) -> None:
-    """Compare a loss by its own mean with the sum; collective.
+def _check_counts(module: nn.Module, batch: RankBatch, counts: LabelCounts, divisor: int) -> None:
+    """Compare a model's loss by its own mean with its sum over any divisor: the quotient is what the mean is over.
+
+    Collective: two forwards without a graph, in eval mode.
 
     Raises:
-        UnreadableLossError: On every rank, if they differ on one.
+        UnreadableLossError: On every rank, if that is not the number of labels that are counted, on one of them.
     """
-    want, have = float(mean) * counts.counted, float(sum_.detach())
-    fits = not counts.counted or math.isclose(want, have, rel_tol=_TOLERANCE, abs_tol=1e-6)
+    with without_trace(module):
+        mean = loss_of(module(*batch.args, **batch.kwargs))
+        by_divisor = loss_of(module(*batch.args, **{**batch.kwargs, "num_items_in_batch": divisor}))
+    found = float(to_host(by_divisor / mean)) * divisor
+    error = abs(found - counts.counted)
+    is_other = counts.other != counts.counted and abs(found - counts.other) <= error
+    fits = not counts.counted or (error <= _TOLERANCE * counts.counted and not is_other)
     if not all(one for (one,) in all_gather_ints([fits])):
         raise refuse("the model gives no terms, and does not divide by num_items_in_batch as its loss_type says")
-    # Where one rank has all labels, or no position is left out by a shift, every rule fits.
-    total = sum(row[1] for row in rows)
-    _counting[module] = any(row[1] != row[2] and 0 < row[1] < total for row in rows)
