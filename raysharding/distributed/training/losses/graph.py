@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from raysharding.distributed.training.losses.reductions import Count, Node, Recorder
+from raysharding.distributed.training.losses.reductions import ADDITIONS, Count, Node, Recorder
 from raysharding.distributed.training.losses.rows import SAME_ELEMENTS, Edge, RowCheck, kind_of, refuse
 from raysharding.torch_internals import saved, shape_of
 
@@ -150,7 +150,7 @@ class GraphReader:
     def _constant_of(self, node: Node, signs: tuple[Any, Any]) -> Factor:
         """Return what a node adds to its operand with a gradient."""
         name, operands = self._recorder.operands.get(node, ("", ()))
-        if len(operands) != 2 or name not in ("add", "radd", "iadd", "sub", "isub", "rsub"):
+        if len(operands) != 2 or name not in ADDITIONS:
             raise refuse(f"{node.name()} adds something without gradient that cannot be seen")
         place = 0 if _has_gradient(operands[1]) else 1
         sign: float = signs[1] if place else signs[0]

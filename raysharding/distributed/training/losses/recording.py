@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from raysharding.distributed.comm import collective_counters
 from raysharding.distributed.fully_shard import fsdp_modules
 from raysharding.distributed.training.losses.calls import (
     LossFunction,
@@ -39,6 +41,8 @@ class Recorded:
     """The loss of this rank's rows; `None` if the model returned none."""
     with_backward: bool
     """True if a backward follows."""
+    has_collectives: bool = False
+    """True if the loss function ran a collective of the default group."""
 
     def outputs(self) -> list[tuple[str, torch.Tensor]]:
         """Return path and value of the model's outputs that have a gradient, without the loss."""
@@ -77,7 +81,10 @@ def run_recorded(
             output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
         recorder.in_model = False
         stack.enter_context(recorder)
-        return Recorded(recorder, output, call_loss(loss, output, args, kwargs), with_backward)
+        counters = collective_counters(dist.group.WORLD) if dist.group.WORLD is not None else []
+        before = [counter() for counter in counters]
+        result = call_loss(loss, output, args, kwargs)
+        return Recorded(recorder, output, result, with_backward, before != [counter() for counter in counters])
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:
@@ -86,8 +93,9 @@ def _own_loss(output: Any) -> torch.Tensor | None:
 
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep of a tensor what reading a loss needs: a number, or a shape."""
-    return tensor.detach() if tensor.ndim == 0 else tensor.detach().to("meta")
+    """Keep of a tensor what reading a loss needs: a number, an index, or a shape."""
+    is_needed = tensor.ndim == 0 or not tensor.is_floating_point()
+    return tensor.detach() if is_needed else tensor.detach().to("meta")
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

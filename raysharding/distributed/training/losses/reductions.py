@@ -133,6 +133,7 @@ _RULES: Mapping[Any, _Rule] = {
 """torch's loss functions whose reduction is known. CTC's sum is one over rows, and a model's default."""
 
 
+ADDITIONS = ("add", "radd", "iadd", "sub", "isub", "rsub")
 _PRODUCTS = ("linear", "matmul", "mm")
 _OVER_ROWS = names_of("""
     amax amin argmax argmin argsort cummax cummin cumprod cumsum kthvalue logcumsumexp logsumexp max mean median min
@@ -173,17 +174,19 @@ class Recorder(TorchFunctionMode):
         rule = _RULES.get(func)
         if rule is not None:
             return self._reduce(func, rule, args, kwargs)
+        name = func.__name__.strip("_")
+        # `total += loss` changes its operand.
+        noted = tuple(map(_copied, args)) if name in ADDITIONS else args
         result = func(*args, **kwargs)
         operands = (*args, *kwargs.values())
         if not self.in_model:
-            self._follow_data(func.__name__, args, kwargs, result)
+            self._follow_data(name, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
-        name = func.__name__.strip("_")
         if name in _PRODUCTS and any(isinstance(one, nn.Parameter) for one in operands[1:]):
             self.layers[result.grad_fn] = args[0]
         if result.numel() == 1:
-            self.operands[result.grad_fn] = (name, args)
+            self.operands[result.grad_fn] = (name, noted)
             if name == "mean":  # a copy: the caller may change it in place
                 self.means[result.grad_fn] = (result.detach().clone().reshape(()), self.in_model)
         return result
@@ -230,6 +233,11 @@ class Recorder(TorchFunctionMode):
             problem=_problem(func.__name__, rule, call, self._mixed),
         )
         return result
+
+
+def _copied(value: Any) -> Any:
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+    return value.clone() if is_number else value
 
 
 def _combines_rows(name: str, args: Any, kwargs: Any) -> bool:

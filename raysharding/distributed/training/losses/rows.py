@@ -39,7 +39,7 @@ _ELEMENTWISE = names_of("""
     Relu Rsqrt Rsub Selu Sgn Sigmoid Sign Silu Sin Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Xlogy
 """)
 _REDUCTIONS = names_of("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
-_ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum Gather LogCumsumExp LogSoftmax Softmax Sort Topk")
+_ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum LogCumsumExp LogSoftmax Softmax Sort Topk")
 _VIEWS = names_of("View UnsafeView ReshapeAlias Unsqueeze Squeeze")
 _TRANSPOSITIONS = names_of("T Transpose Permute")
 _PARTS = names_of("Slice Select Split SplitWithSizes Unbind")
@@ -265,6 +265,14 @@ class RowCheck:
             raise refuse(f"{node.name()} takes a part of the rows")
         return rows
 
+    def _gather(self, edge: Edge, in_model: bool) -> Rows | None:
+        node, dim = edge[0], saved(edge[0], "dim")
+        rows, ndim = self.of(_only_child(node), in_model=in_model), len(shape_of(*edge))
+        # DeBERTa takes out the rows that have a label.
+        if in_model and rows is not None and rows.dim == dim % ndim - ndim and _takes_rows(saved(node, "index"), dim):
+            return Rows(rows.dim, None)
+        return self._along(edge, in_model)
+
     def _view(self, edge: Edge, in_model: bool) -> Rows | None:
         node, output = edge
         child = _only_child(node)
@@ -334,6 +342,12 @@ class RowCheck:
         if rows is not None and not (in_model and is_mask):
             raise refuse(f"{node.name()} selects by an index or a mask")
         return None if rows is None else Rows(-len(shape_of(node, output)), None)
+
+
+def _takes_rows(index: torch.Tensor, dim: int) -> bool:
+    """Return True if `gather` by this index takes whole rows, each once and in their order. Waits for the device."""
+    places = index.movedim(dim, 0).flatten(1)
+    return bool((places == places[:, :1]).all()) and bool((places[1:, 0] > places[:-1, 0]).all())
 
 
 def _joined(node: Node, found: list[Rows]) -> Rows | None:
@@ -410,7 +424,7 @@ def _is_parameter(node: Node | None) -> bool:
     kind = kind_of(node)
     if kind == "torch::autograd::AccumulateGrad":
         return True
-    known = kind in SAME_ELEMENTS or kind in ("Mm", "Add", "Mul")
+    known = kind in SAME_ELEMENTS or kind in ("Mm", "Add", "Mul", "Cat")
     children = node.next_functions
     return known and bool(children) and all(_is_parameter(child) or _is_number(node, child) for child, _ in children)
 
@@ -429,6 +443,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_TRANSPOSITIONS, RowCheck._permute),
     **dict.fromkeys(_PARTS, RowCheck._part),
     **dict.fromkeys(("Cat", "Stack"), RowCheck._joint),
+    "Gather": RowCheck._gather,
     "Expand": RowCheck._expand,
     "Index": RowCheck._index,
 }

@@ -177,7 +177,7 @@ def _of_recorded(
     if recorded.result is None:
         loss_of(recorded.output)  # raises
     reading, refusal = _read(recorded, batch, loss)
-    if _agree(module, batch, loss, reading, refusal):
+    if _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch)):
         return _over_ranks(recorded, batch, reading, compute_device(module))
     del recorded, reading  # and its activations
     return _by_label_counts(module, batch, with_backward)
@@ -201,6 +201,14 @@ def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tu
         return GraphReader(recorded.recorder, rows, own).read(result), ""
     except UnreadableLossError as error:
         return Reading(), str(error)
+
+
+def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
+    """Return an error's text if the loss function gathers over the ranks, and one has no rows; else an empty text."""
+    if not recorded.has_collectives or all(batch.rows):
+        return ""
+    empty = ", ".join(str(rank) for rank, rows in enumerate(batch.rows) if not rows)
+    return f"the loss function runs a collective, and rank {empty} has no rows, but a dummy: give every rank an item"
 
 
 def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
