@@ -205,6 +205,11 @@ class RankBatch:
         """True if this rank has no rows of its own, only a dummy item with which it joins the others' collectives."""
         return self.num_rows == 0
 
+    def split_dims(self) -> set[int]:
+        """Return the dims of the call's Splits, as they were given."""
+        wrapped = (self.wrapped_args, dict(self.wrapped_kwargs))
+        return {leaf.dim for _, leaf in leaves(wrapped, leaf=Split) if isinstance(leaf, Split)}
+
     def parts(self, num_parts: int) -> list[RankBatch]:
         """Split the rows of every rank into parts, each a call of its own, whose sizes differ by at most one item.
 

@@ -71,7 +71,8 @@ class Accumulation:
             first = torch.tensor(self._first, dtype=counts.dtype, device=counts.device)
             counts = torch.where(first > 0, first, counts)
         # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
-        return dist.get_world_size() / torch.where(loss.is_sum, 1.0, counts)
+        divisor = torch.where(loss.is_sum, 1.0, counts)
+        return torch.where(divisor > 0, dist.get_world_size() / divisor, 0.0)
 
     def _check_names(self, loss: BatchLoss) -> None:
         if self._names and loss.names != self._names:
@@ -109,8 +110,10 @@ class Accumulation:
         if any(count < 0 for count in counts):
             raise ValueError(f"the counts that the loss returned add up to {min(counts):g}; a count is 0 or more")
         self._is_sum = [bool(one) for one in is_sum]
-        empty = [name for name, count, one in zip(loss.names, counts, is_sum, strict=True) if not (count or one)]
-        if empty and not may_be_empty:
+        told = list(zip(loss.names, sums, counts, is_sum, strict=True))
+        empty = [name for name, _, count, one in told if not (count or one)]
+        # What is summed without a count (labels of weight 0, smoothed) would be missing from the gradients.
+        if empty and (not may_be_empty or any(total for _, total, count, one in told if not (count or one))):
             raise EmptyBatchError(f"nothing counts in {', '.join(empty)} of this batch, on any rank; skip this batch")
         before = self._counts or [0.0] * num_terms
         self._names, self._fixed = loss.names, fixed

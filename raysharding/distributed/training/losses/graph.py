@@ -31,11 +31,13 @@ class Term:
     """Node whose gradient is scaled; `None` for a pair, and a term without gradient."""
     value: torch.Tensor | None
     """Mean or sum on this rank, 0-dim; `None` if it is unknown."""
+    is_total: bool
+    """True if `value` is the sum, also for a mean."""
     count: Count | float | None
     """What this rank's mean is divided by; `None` for a sum."""
     factor: Factor = 0.0
     """Factor in the loss."""
-    total: torch.Tensor | None = None
+    root: torch.Tensor | None = None
     """For a pair: the sum, 0-dim, with its graph."""
 
 
@@ -49,6 +51,8 @@ class Reading:
     """What is added to the terms."""
     factors: list[torch.Tensor] = field(default_factory=list)
     """0-dim factors below the terms, which must be equal on all ranks."""
+    is_ambiguous: bool = False
+    """See `RowCheck`."""
 
     def signature(self) -> str:
         """Return a text that is the same on every rank."""
@@ -124,7 +128,9 @@ class GraphReader:
             self._walk_sum(node, kind, factor)
         elif kind in ("Mul", "Div"):
             self._walk_product(node, factor)
-        elif kind in ("Mean", "Sum") and self._joins_scalars(node):
+        elif kind in ("Mean", "Sum") and _size_before(node) == ():
+            self._walk_all(node, factor)
+        elif kind in ("Mean", "Sum") and _joins_scalars(node):
             self._walk_joined(node, factor / math.prod(_size_before(node)) if kind == "Mean" else factor)
         elif kind == "Mean" and math.prod(shape_of(*edge)) == 1:
             self._add_mean(node, factor)
@@ -175,16 +181,6 @@ class GraphReader:
         if any(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in operands):
             raise refuse(f"{node.name()}, by a tensor of whole numbers, which may be a count")
 
-    def _joins_scalars(self, node: Node) -> bool:
-        """Return True for the sum or mean of a `stack` or `cat` of single numbers."""
-        child = node.next_functions[0][0]
-        if child is None or kind_of(child) not in ("Stack", "Cat"):
-            return False
-        parts = [part for part in child.next_functions if part[0] is not None]
-        return len(parts) == len(child.next_functions) == math.prod(_size_before(node)) and all(
-            math.prod(shape_of(*part)) == 1 for part in parts
-        )
-
     def _walk_joined(self, node: Node, factor: Factor) -> None:
         for part in node.next_functions[0][0].next_functions:
             self._walk(part, factor)
@@ -197,18 +193,33 @@ class GraphReader:
             raise refuse(f"{reduction.name} gives a loss for each row, of which one is taken")
         if node not in self._found:
             self._rows.check(reduction)
-        value = reduction.value.reshape(())
-        self._add(node, Term(reduction.name, node, value, reduction.count), factor)
+        is_total = reduction.total is not None or reduction.count is None
+        at, value = reduction.total or node, reduction.value.reshape(())
+        self._add(node, Term(reduction.name, at, value, is_total, reduction.count), factor)
 
     def _add_mean(self, node: Node, factor: Factor) -> None:
         value, in_model = self._recorder.means.get(node, (None, False))
         if node not in self._found:
             self._rows.of(node.next_functions[0], in_model=in_model)
-        self._add(node, Term("mean", node, value, math.prod(_size_before(node))), factor)
+        self._add(node, Term("mean", node, value, False, math.prod(_size_before(node))), factor)
 
     def _add(self, node: Node, term: Term, factor: Factor) -> None:
         term = self._found.setdefault(node, term)
         term.factor = term.factor + factor
+
+
+def _joins_scalars(node: Node) -> bool:
+    """Return True for the sum or mean of a `stack` or `cat` of 0-dim tensors; not of rows, if there is one alone."""
+    child = node.next_functions[0][0]
+    if child is None or kind_of(child) not in ("Stack", "Cat"):
+        return False
+    return all(part is not None and _is_scalar(part, output) for part, output in child.next_functions)
+
+
+def _is_scalar(node: Node, output: int) -> bool:
+    shape = shape_of(node, output)
+    is_view = shape == (1,) and kind_of(node) in ("View", "ReshapeAlias", "Unsqueeze")
+    return shape == () or (is_view and shape_of(*node.next_functions[0]) == ())
 
 
 def _has_gradient(value: Any) -> bool:

@@ -5,8 +5,7 @@ has no values. `Recorder` is active while a model or a loss function runs, and n
 
 Note: what it costs.
     A torch function mode adds about 2 us to each torch call outside the FSDP blocks; inside them it is not active. For
-    `cross_entropy` it counts the labels (one comparison and one sum over the targets). A weighted or smoothed
-    `cross_entropy` divides by what may be 0 on one rank alone: its gradient passes one `where` over the scores.
+    `cross_entropy` it counts the labels (one comparison and one sum over the targets).
 """
 
 from __future__ import annotations
@@ -38,13 +37,17 @@ class Reduction:
     name: str
     """Name of the function."""
     value: torch.Tensor | None
-    """Copy of the result, 0-dim; `None` for `reduction="none"`."""
+    """Copy of the result, 0-dim, or of the sum, if `total` is one; `None` for `reduction="none"`."""
+    total: Node | None
+    """Node of the sum, where its quotient by the count may be 0 / 0; `None` otherwise."""
     count: Count | None
     """What a mean is divided by: a number, or a 0-dim tensor on the device. `None` for a sum, and for "none"."""
     inputs: tuple[torch.Tensor, ...]
     """Arguments with a gradient."""
     along: tuple[int, ...]
     """Dims that the function combines, which must not be those of the rows; negative ones count from the end."""
+    first_dim: bool
+    """True if the count is the size of the first dim, which must be that of the rows."""
     in_model: bool
     """True if the model computed it, False for the caller's loss function."""
     problem: str = ""
@@ -163,6 +166,8 @@ class Recorder(TorchFunctionMode):
         """Node of a product with a parameter, even a frozen one → its input; of an FSDP block's output → `None`."""
         self.with_mixed: set[Node] = set()
         """Nodes that have an operand without gradient which the loss function made by combining rows."""
+        self.data_ndim: dict[Node, int] = {}
+        """Node in the loss function → smallest number of dims, 1 or more, of an operand that is data."""
         self._data = {id(one): one for one in data}
         self._mixed: dict[int, torch.Tensor] = {}
 
@@ -197,13 +202,15 @@ class Recorder(TorchFunctionMode):
         if not any(one.requires_grad or id(one) in self._data for one in operands):
             return
         from_mixed = any(id(one) in self._mixed for one in operands)
+        ndims = [one.ndim for one in operands if id(one) in self._data and one.ndim]
         is_mixed = from_mixed or _combines_rows(name, args, kwargs)
         for one in result if isinstance(result, tuple | list) else [result]:
             if not isinstance(one, torch.Tensor):
                 continue
-            if one.grad_fn is not None and from_mixed:
-                self.with_mixed.add(one.grad_fn)
-            elif one.grad_fn is None:
+            if one.grad_fn is not None:
+                self.with_mixed |= {one.grad_fn} if from_mixed else set()
+                self.data_ndim |= {one.grad_fn: min(ndims)} if ndims else {}
+            else:
                 self._data[id(one)] = one  # kept, so that no other gets its id
                 self._mixed |= {id(one): one} if is_mixed else {}
 
@@ -211,28 +218,46 @@ class Recorder(TorchFunctionMode):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
-        first, counts = _first(call), list[Count]()
-        if _may_divide_by_zero(call) and call[first].requires_grad:
-            call[first] = _without_nan(call[first], counts)
-        result = func(*bound.args, **bound.kwargs)
+        reduction = call["reduction"]
+        if func is F.l1_loss and "weight" in call:
+            call["weight"] = _weight_of_l1_loss()
+        # Without counted items its gradient would be NaN, and NaN * 0 is NaN; that of `nll_loss` alone is 0.
+        is_quotient = reduction == "mean" and (call.get("weight") is not None or bool(call.get("label_smoothing")))
+        is_quotient &= rule.count in (_classes, _elements)
+        if is_quotient:
+            call["reduction"] = "sum"
+        result = total = func(*bound.args, **bound.kwargs)
+        if total.grad_fn is None and not is_quotient:
+            return result
+        count = _rows_of_first(call) if reduction == "batchmean" else rule.count(call)
+        if is_quotient:
+            result = total / count
+            call["reduction"] = reduction
         if result.grad_fn is None:
             return result
-        reduction = call["reduction"]
-        # On fault, torch's own error comes first, from the call above.
-        counts.append(_rows_of_first(call) if reduction == "batchmean" else rule.count(call))
-        along = (_class_dim(call[first]),) if rule.count is _classes else rule.along
         self.reductions[result.grad_fn] = Reduction(
             name=func.__name__,
-            value=result.detach().clone() if reduction != "none" else None,
-            count=counts[0] if reduction in ("mean", "batchmean") else None,
+            value=total.detach().clone() if reduction != "none" else None,
+            total=total.grad_fn if is_quotient else None,
+            count=count if reduction in ("mean", "batchmean") else None,
             inputs=tuple(
                 one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.requires_grad
             ),
-            along=along,
+            along=(_class_dim(call[_first(call)]),) if rule.count is _classes else rule.along,
+            first_dim=reduction == "batchmean",
             in_model=self.in_model,
             problem=_problem(func.__name__, rule, call, self._mixed),
         )
         return result
+
+
+def _weight_of_l1_loss() -> torch.Tensor | None:
+    """Return the `weight` that a caller gave to `l1_loss`, which torch 2.13 does not pass on to a mode."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    weight: torch.Tensor | None = None if frame is None else frame.f_locals["weight"]
+    return weight
 
 
 def _copied(value: Any) -> Any:
@@ -252,23 +277,6 @@ def _combines_rows(name: str, args: Any, kwargs: Any) -> bool:
 def _rows_of_first(call: Arguments) -> int:
     first = call[_first(call)]
     return int(first.shape[0]) if first.ndim else 1
-
-
-def _may_divide_by_zero(call: Arguments) -> bool:
-    """Return True if the mean is a quotient whose gradient is NaN without counted items; `nll_loss`'s alone is 0."""
-    is_mean = call["reduction"] == "mean"
-    return is_mean and (call.get("weight") is not None or bool(call.get("label_smoothing")))
-
-
-def _without_nan(scores: torch.Tensor, counts: list[Count]) -> torch.Tensor:
-    """Return an alias whose gradient is 0 where nothing counts: behind the division, since NaN * 0 is NaN."""
-    alias = scores.view_as(scores)
-
-    def keep(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.where(torch.as_tensor(counts[0], device=gradient.device) > 0, gradient, 0)
-
-    alias.register_hook(keep)
-    return alias
 
 
 def _problem(name: str, rule: _Rule, call: Arguments, mixed: Mapping[int, torch.Tensor]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ _ELEMENTWISE = names_of("""
 """)
 _REDUCTIONS = names_of("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
 _ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum LogCumsumExp LogSoftmax Softmax Sort Topk")
-_VIEWS = names_of("View UnsafeView ReshapeAlias Unsqueeze Squeeze")
+_VIEWS = names_of("View UnsafeView ReshapeAlias")
 _TRANSPOSITIONS = names_of("T Transpose Permute")
 _PARTS = names_of("Slice Select Split SplitWithSizes Unbind")
 _PRODUCTS = names_of("Mm Addmm Bmm Baddbmm")
@@ -48,8 +48,9 @@ _LAYERS = _PRODUCTS | names_of("""
     AvgPool2D Convolution CudnnConvolution Embedding MkldnnConvolution MkldnnLinear NativeDropout NativeGroupNorm
     NativeLayerNorm UpsampleBicubic2D UpsampleBilinear2D UpsampleLinear1D UpsampleNearest2D
 """)
-SAME_ELEMENTS = _VIEWS | _TRANSPOSITIONS | names_of("Expand ToCopy Clone Alias")
+SAME_ELEMENTS = _VIEWS | _TRANSPOSITIONS | names_of("Squeeze Unsqueeze Expand ToCopy Clone Alias")
 """Operations that change no value."""
+_MAX_NODES = 1000
 _WAY_OUT = "let loss= return (sum over the rank's rows, count), or a list of such pairs; (sum, None) for a sum"
 
 
@@ -71,20 +72,30 @@ class RowCheck:
         outputs: The model's outputs that have a gradient.
         num_rows: Number of rows in the tensors of this rank, dummies included; `None` if unknown.
         rows_per_item: Number of consecutive rows that belong together.
-        dim: Dim of the outputs that holds the rows.
+        dims: Dims of the call's Splits.
     """
 
     def __init__(
-        self, recorder: Recorder, outputs: list[torch.Tensor], num_rows: int | None, rows_per_item: int, dim: int
+        self,
+        recorder: Recorder,
+        outputs: list[torch.Tensor],
+        num_rows: int | None,
+        rows_per_item: int,
+        dims: Collection[int],
     ) -> None:
         self._recorder = recorder
         self._num_items = None if num_rows is None else max(num_rows // rows_per_item, 1)
+        self._rows_per_item = rows_per_item
         self._border: dict[Edge, Rows | None] = {
-            _edge(output): self._at_border(tuple(output.shape), dim) for output in outputs if output.ndim
+            _edge(output): self._at_border(tuple(output.shape), self._row_dim(tuple(output.shape), num_rows, dims))
+            for output in outputs
+            if output.ndim
         }
         self._known: dict[tuple[Edge, bool], Rows | None] = {}
         self.factors: list[torch.Tensor] = []
         """0-dim factors below the reductions, which must be equal on all ranks."""
+        self.is_ambiguous = False
+        """True if it cannot be told from this rank's one item which dims hold rows."""
 
     def check(self, reduction: Reduction) -> None:
         """Check the inputs of a loss function.
@@ -95,6 +106,8 @@ class RowCheck:
         for tensor in reduction.inputs:
             rows = self.of(_edge(tensor), in_model=reduction.in_model)
             self._check_along(rows, tuple(tensor.shape), reduction.along, f"{reduction.name} combines")
+            if reduction.first_dim and rows is not None and rows.dim not in (None, -tensor.ndim):
+                raise refuse(f"{reduction.name} divides by the size of dim 0, which does not hold the rows")
 
     def of(self, edge: Edge, *, in_model: bool) -> Rows | None:
         """Return where the rows of a forward result are; `None` if it depends on parameters alone.
@@ -117,6 +130,8 @@ class RowCheck:
             self._check_products(edge)
             return self._border[edge]
         reduction = self._recorder.reductions.get(node)
+        if reduction is not None and reduction.value is not None:
+            raise refuse(f"{reduction.name} is reduced already, and is used as if it were a row")
         if reduction is not None:
             return self._of_losses(reduction, shape_of(node, output))
         kind = kind_of(node)
@@ -131,6 +146,13 @@ class RowCheck:
             return self._of_layer(edge, in_model)
         raise refuse(f"{node.name()} is not known to keep rows apart")
 
+    def _row_dim(self, shape: tuple[int, ...], num_rows: int | None, dims: Collection[int]) -> int:
+        """Return the dim of an output's rows; if the Splits name several, the one that has as many."""
+        found = [dim for dim in sorted(dims) if -len(shape) <= dim < len(shape) and shape[dim] == num_rows]
+        if len(dims) > 1 and len(found) != 1:
+            raise refuse(f"the Splits of this call have different dims, and an output has shape {shape}")
+        return found[0] if found else next(iter(dims), 0)
+
     def _at_border(self, shape: tuple[int, ...], dim: int) -> Rows | None:
         if self._num_items is None or not -len(shape) <= dim < len(shape):
             return Rows(-len(shape), None)
@@ -140,24 +162,45 @@ class RowCheck:
 
     def _check_products(self, edge: Edge) -> None:
         """Raise if an output of the model is a product of rows with rows, as CLIP's similarities are."""
-        queue, seen = [edge[0]], set[Node]()
-        while queue and len(seen) < 32:
+        node = self._product_of_rows([edge[0]], set(), _ELEMENTWISE | SAME_ELEMENTS)
+        if node is not None:
+            raise refuse(f"{node.name()} in the model multiplies rows with rows, so that each depends on the others")
+
+    def check_pair(self, total: torch.Tensor) -> None:
+        """Check a sum, whose rows the caller answers for: it may not compare rows with those of this rank alone.
+
+        Raises:
+            UnreadableLossError: It multiplies rows with rows, and they are not those of one item.
+        """
+        border = {edge[0] for edge in self._border}
+        start = _edge(total)[0]
+        node = self._product_of_rows([start], border, None) if self._rows_per_item == 1 else None
+        if node is not None:
+            raise refuse(
+                f"{node.name()} in the loss function multiplies rows with rows, and each rank has only its own: gather "
+                "them with torch.distributed.nn.functional.all_gather, or keep together what belongs together by "
+                "Split(..., rows_per_item=)"
+            )
+
+    def _product_of_rows(self, queue: list[Node], border: set[Node], kinds: frozenset[str] | None) -> Node | None:
+        """Return a product of rows with rows among the operations of `kinds`, any if `None`, above a border."""
+        seen = set(border)
+        while queue and len(seen) < _MAX_NODES:
             node = queue.pop()
-            kind = kind_of(node)
             if node in seen or node in self._recorder.layers:
                 continue
             seen.add(node)
+            kind = kind_of(node)
             if kind in _PRODUCTS and self._multiplies_rows(node):
-                raise refuse(
-                    f"{node.name()} in the model multiplies rows with rows, so that each depends on the others"
-                )
-            if kind in _ELEMENTWISE or kind in SAME_ELEMENTS:
+                return node
+            if kinds is None or kind in kinds:
                 queue += [child for child, _ in node.next_functions if child is not None]
+        return None
 
     def _multiplies_rows(self, node: Node) -> bool:
         """Return True if both operands of a matrix product may be rows, and the product is not one for each row."""
         kind, shape = kind_of(node), shape_of(node, 0)
-        if kind in ("Bmm", "Baddbmm") and shape[0] != 1:
+        if kind in ("Bmm", "Baddbmm") and (shape[0] != 1 or self._num_items == 1):
             return False
         return not any(_is_parameter(child) for child, _ in node.next_functions[-2:])
 
@@ -239,6 +282,8 @@ class RowCheck:
             self.factors.append(factor)
         elif kind in ("Pow", "Addcmul", "Addcdiv", "Lerp") and len(node.next_functions) > 1:
             raise refuse(f"{node.name()} with a tensor without gradient")
+        # One row's dim of size 1 may be broadcast, and may as well be another row's.
+        self.is_ambiguous |= self._num_items == 1 and self._recorder.data_ndim.get(node, len(shape)) < len(shape)
         if shape and not found:
             raise refuse(f"{node.name()} combines parameters with data")
         if is_expanded:
@@ -276,8 +321,32 @@ class RowCheck:
     def _view(self, edge: Edge, in_model: bool) -> Rows | None:
         node, output = edge
         child = _only_child(node)
-        rows = self.of(child, in_model=in_model)
-        return None if rows is None else _reshaped(rows, shape_of(*child), shape_of(node, output))
+        rows, shape = self.of(child, in_model=in_model), shape_of(node, output)
+        if rows is None:
+            return None
+        found = _reshaped(rows, shape_of(*child), shape)
+        # With one item, dims of size 1 look alike: the rows' and others.
+        others = [size for dim, size in enumerate(shape, -len(shape)) if dim != found.dim and size == 1]
+        self.is_ambiguous |= self._num_items == 1 and bool(others)
+        return found
+
+    def _squeeze(self, edge: Edge, in_model: bool) -> Rows | None:
+        node, output = edge
+        child = _only_child(node)
+        rows, before, shape = self.of(child, in_model=in_model), shape_of(*child), shape_of(node, output)
+        if rows is None or (rows.dim is None and len(shape) == len(before)):
+            return rows
+        if rows.dim is None:
+            raise refuse(f"{node.name()} of a row whose dim was squeezed")
+        inner, ndim = rows.dim % len(before), max(len(before), len(shape))
+        if len(shape) > len(before):
+            return Rows(inner + (saved(node, "dim") % ndim <= inner) - ndim, rows.extent)
+        dims = {dim % ndim for dim in _dims(node, ndim) if before[dim] == 1}
+        return (
+            Rows(None, None)
+            if inner in dims
+            else Rows(inner - sum(dim < inner for dim in dims) - len(shape), rows.extent)
+        )
 
     def _permute(self, edge: Edge, in_model: bool) -> Rows | None:
         node = edge[0]
@@ -371,7 +440,12 @@ def _reshaped(rows: Rows, before: tuple[int, ...], shape: tuple[int, ...]) -> Ro
     for dim in reversed(range(len(shape))):
         after = math.prod(shape[dim + 1 :])
         if shape[dim] * after > item or (dim == 0 and shape[dim] * after == item):
-            if item % after or math.prod(shape[:dim]) != 1:
+            # Rows merge with whole dims: sizes that depend on their number would depend on the ranks'.
+            whole = {
+                item,
+                *(math.prod(before[inside:]) for inside in range(rows.dim % len(before) + 1, len(before) + 1)),
+            }
+            if after not in whole or item % after or math.prod(shape[:dim]) != 1:
                 raise refuse(f"a reshape of {before} to {shape} divides the rows over several dims")
             return Rows(dim - len(shape), item // after)
     return Rows(None, None)  # one item alone, in a 0-dim tensor
@@ -387,7 +461,7 @@ def _reshaped_inside(rows: Rows, before: tuple[int, ...], shape: tuple[int, ...]
         if shape[dim] == before[rows.dim] and after == inner:
             return Rows(dim - len(shape), rows.extent)
         # Rows merge with what is before or after them.
-        if after <= inner and shape[dim] * after >= before[rows.dim] * inner:
+        if after <= inner and shape[dim] * after % (before[rows.dim] * inner) == 0:
             return Rows(dim - len(shape), None)
         break
     raise refuse(f"a reshape of {before} to {shape} divides the rows over several dims")
@@ -440,6 +514,8 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_REDUCTIONS, RowCheck._reduce),
     **dict.fromkeys(_ALONG_A_DIM, RowCheck._along),
     **dict.fromkeys(_VIEWS, RowCheck._view),
+    "Squeeze": RowCheck._squeeze,
+    "Unsqueeze": RowCheck._squeeze,
     **dict.fromkeys(_TRANSPOSITIONS, RowCheck._permute),
     **dict.fromkeys(_PARTS, RowCheck._part),
     **dict.fromkeys(("Cat", "Stack"), RowCheck._joint),

@@ -8,7 +8,7 @@ Terms and D are read anew in every call; nothing is kept from one call for the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -74,13 +74,14 @@ class BatchLoss:
             scales: One a term: what the gradient of this rank's N / D, times D, is multiplied by.
         """
         scales = torch.where(self.shares != 0, scales * self.shares, 0.0)
-        if self.terms[0].total is not None:
+        if self.terms[0].root is not None:
             gradients = [_like(scale, root) for scale, root in zip(scales, self.roots, strict=True)]
             alive = [pair for pair in zip(self.roots, gradients, strict=True) if pair[0].requires_grad]
             torch.autograd.backward([root for root, _ in alive], [gradient for _, gradient in alive])
             return
         for term, scale in zip(self.terms, scales, strict=True):
-            term.node.register_prehook(_Scaled(scale))  # type: ignore[union-attr]
+            gradient = term.factor * scale if term.is_total else None
+            term.node.register_prehook(_Scaled(scale, gradient))  # type: ignore[union-attr]
         torch.autograd.backward(self.roots)
 
 
@@ -97,12 +98,17 @@ def _like(scale: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Scaled:
-    """Hook of a node: its result's gradient, scaled."""
+    """Hook of a node: its result's gradient, scaled, or another in its place, where that was divided by 0."""
 
     scale: torch.Tensor
+    gradient: torch.Tensor | None
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if one is None else one * self.scale.to(one.dtype) for one in gradients)
+        (one,) = gradients
+        assert one is not None
+        if self.gradient is None:
+            return (one * self.scale.to(one.dtype),)
+        return (self.gradient.to(one.device, one.dtype).expand_as(one),)
 
 
 def loss_of_batch(
@@ -189,16 +195,25 @@ def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tu
     assert result is not None
     if isinstance(result, list):
         names = [f"{'sum' if count is None else 'pair'} {index}" for index, (_, count) in enumerate(result)]
-        pairs = zip(names, result, strict=True)
-        return Reading([Term(name, None, None, count, 1.0, total) for name, (total, count) in pairs]), ""
+        terms = [
+            Term(name, None, total.detach(), True, count, 1.0, total)
+            for name, (total, count) in zip(names, result, strict=True)
+        ]
     try:
-        if not result.requires_grad:
-            raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         outputs = recorded.outputs()
         num_rows = None if batch.num_rows is None else max(batch.num_rows, batch.rows_per_item)
-        rows = RowCheck(recorded.recorder, [leaf for _, leaf in outputs], num_rows, batch.rows_per_item, batch.dim)
+        tensors = [leaf for _, leaf in outputs]
+        rows = RowCheck(recorded.recorder, tensors, num_rows, batch.rows_per_item, batch.split_dims())
+        if isinstance(result, list):
+            for total, _ in result:
+                if total.requires_grad and not recorded.has_collectives:
+                    rows.check_pair(total)
+            return Reading(terms), ""
+        if not result.requires_grad:
+            raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         own = {} if loss is not None else _own_terms(recorded, batch)
-        return GraphReader(recorded.recorder, rows, own).read(result), ""
+        reading = GraphReader(recorded.recorder, rows, own).read(result)
+        return replace(reading, is_ambiguous=rows.is_ambiguous), ""
     except UnreadableLossError as error:
         return Reading(), str(error)
 
@@ -216,7 +231,7 @@ def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
     ids = batch.kwargs.get("input_ids")
     count = ids.numel() if isinstance(ids, torch.Tensor) else batch.num_rows or 1
     return {
-        leaf.grad_fn: Term(path, leaf.grad_fn, leaf.detach().reshape(()), count)
+        leaf.grad_fn: Term(path, leaf.grad_fn, leaf.detach().reshape(()), False, count)
         for path, leaf in recorded.outputs()
         if leaf.numel() == 1 and path.rstrip("']").endswith(_OWN_TERMS)
     }
@@ -230,7 +245,8 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     """
     text = refusal or reading.signature()
     # Before numbers are summed: ranks with other terms would add up what does not belong together, or hang.
-    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), loss is None and takes_count(module)]
+    may_count = loss is None and takes_count(module)
+    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), may_count, reading.is_ambiguous]
     rows = all_gather_ints([int(fact) for fact in facts])
     _refuse_count(any(row[2] for row in rows))
     if any(row[1] for row in rows):
@@ -238,6 +254,12 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
             return False
         texts = all_gather_json(refusal)
         raise UnreadableLossError(next(text for text in texts if text))
+    told = [row for row, num_rows in zip(rows, batch.rows or (1,) * len(rows), strict=True) if num_rows]
+    if len(rows) > 1 and all(row[4] for row in told):
+        raise refuse(
+            "every rank has one row, so it cannot be told which dims hold rows after a reshape or a broadcast: use "
+            "unsqueeze and squeeze with a dim, and tensors of as many dims"
+        )
     if len({row[0] for row in rows}) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(text)))
         raise ValueError(f"the ranks' losses have different terms ({listed}): return the same terms on every rank")
@@ -252,12 +274,14 @@ def _refuse_count(is_given: bool) -> None:
 def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: torch.device) -> BatchLoss:
     """Sum what this rank has read over all ranks; collective."""
     terms, num_terms = reading.terms, len(reading.terms)
-    alive = 0.0 if batch.is_dummy else 1.0
-    mine = _vector([*(1.0 if term.count is None else term.count for term in terms)], device) * alive
+    mine = _vector([0.0 if batch.is_dummy or term.count is None else term.count for term in terms], device)
     is_sum = torch.tensor([term.count is None for term in terms], device=device)
-    values = _vector([term.value if term.total is None else term.total.detach() for term in terms], device)
-    shares = mine if terms[0].total is None else (mine != 0).double()
-    sums = torch.where(mine != 0, values * shares, 0.0)
+    is_total = torch.tensor([term.is_total for term in terms], device=device)
+    values = _vector([term.value for term in terms], device)
+    # A sum of what does not count may still be a number; a dummy row, and the NaN of a mean over nothing, add nothing.
+    adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
+    shares = torch.where(adds, torch.where(is_total, 1.0, mine), 0.0)
+    sums = torch.where(adds, values * shares, 0.0)
     fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
     table = torch.zeros(dist.get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
     table[dist.get_rank()] = torch.cat([sums, mine, fixed])
@@ -266,17 +290,16 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     # A dummy row has factors of its own, and does not count.
     ranks = [rank for rank, rows in enumerate(batch.rows) if rows] or list(range(len(table)))
     told = table[ranks, 2 * num_terms :]
-    counts = table[:, num_terms : 2 * num_terms].sum(0)
     return BatchLoss(
         output=None if recorded.with_backward else recorded.output,
         names=tuple(term.name for term in terms),
         is_sum=is_sum,
         sums=table[:, :num_terms].sum(0),
-        counts=torch.where(is_sum, 0.0, counts),
+        counts=table[:, num_terms : 2 * num_terms].sum(0),
         factors=told[0, :num_terms],
         constant=told[0, num_terms],
         differs=(told != told[0]).any(),
-        roots=tuple(term.total for term in terms if term.total is not None) or (recorded.result,),  # type: ignore[arg-type]
+        roots=tuple(term.root for term in terms if term.root is not None) or (recorded.result,),  # type: ignore[arg-type]
         terms=tuple(terms),
         shares=shares,
     )
@@ -322,7 +345,8 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool) -
         _counting[module] = shows_rule
     kwargs = {**batch.kwargs, "num_items_in_batch": total}
     recorded = run_recorded(module, batch.args, kwargs, None, with_backward=with_backward)
-    term = Term("labels", None, None, counts.counted, 1.0, loss_of(recorded.output) * total)
+    sum_ = loss_of(recorded.output) * total
+    term = Term("labels", None, sum_.detach(), True, counts.counted, 1.0, sum_)
     return _over_ranks(recorded, batch, Reading([term]), compute_device(module))
 
 

@@ -1,0 +1,425 @@
+"""One process's loss: each form that is read, or refused at the first step, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.config import Sharding
+from raysharding.data import SequenceRows
+from raysharding.data.source import Columns
+from raysharding.distributed.comm import any_rank
+from raysharding.distributed.comm.device_mesh import init_mesh
+from raysharding.distributed.fully_shard.internals import reshard
+from raysharding.distributed.fully_shard.recovery import is_recoverable
+from raysharding.distributed.fully_shard.shard import shard_module
+from raysharding.distributed.training.data_loader import DataPlan
+from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
+from raysharding.distributed.training.forward import Forwarding
+from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
+from raysharding.errors import UnreadableLossError
+from tests.distributed.training.loss_expressions import composed, evaluated
+from tests.distributed.training.loss_forms import (
+    NUM_ROWS,
+    READ,
+    REFUSED,
+    Form,
+    Rows,
+    Scores,
+    Tensors,
+    batch,
+    dealt,
+    last_rows,
+)
+from tests.distributed.training.test_training import full
+from tests.spawn import device_type, run_ranks
+
+TOLERANCE = 1e-6
+"""Of a loss, a norm and a parameter; relative where they are above 1."""
+LR = 0.01
+KINDS = ("open", "uneven", "sparse")
+ORDERS = list(itertools.permutations(KINDS))
+GOOD = READ["cross_entropy"]
+
+
+def of_this_rank(form: Form, columns: Tensors, rows_per_item: int = 1) -> RankBatch:
+    return dealt(columns, dist.get_world_size(), form.dim, rows_per_item)[dist.get_rank()]
+
+
+class Averaging(torch.optim.SGD):
+    """Averages gradients over the ranks before the update, as FSDP does, and measures them."""
+
+    norm = math.nan
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        self.norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        super().step(closure)
+
+
+class FormPair:
+    """A module and its one-process twin, for losses of any form.
+
+    Args:
+        is_sharded: False for a plain module on every rank, whose steps take a third of the time.
+    """
+
+    def __init__(self, *, is_sharded: bool) -> None:
+        self._is_sharded = is_sharded
+        torch.manual_seed(0)
+        self.twin: nn.Module = Scores()
+        self.module: nn.Module = copy.deepcopy(self.twin)
+        if is_sharded:
+            self.module = shard_module(self.module, init_mesh(device_type(), Sharding()), Sharding())
+        self.optimizer = (torch.optim.SGD if is_sharded else Averaging)(self.module.parameters(), lr=LR)
+        self.twin_optimizer = torch.optim.SGD(self.twin.parameters(), lr=LR)
+
+    def take(self, form: Form, columns: Tensors, num_parts: int = 1) -> None:
+        """One step of both."""
+        metrics = train_step(
+            self.module,
+            self.optimizer,
+            of_this_rank(form, columns),
+            loss=form,
+            gradient_accumulation_steps=num_parts,
+        )
+        self.expect(metrics, form, columns)
+
+    def take_pieces(self, form: Form, columns: Tensors, cuts: Sequence[int]) -> None:
+        """One step of both; the module takes the rows in calls of `forward_backward`."""
+        done = Accumulation()
+        zero_grad(self.module, self.optimizer)
+        for start, end in itertools.pairwise(cuts):
+            piece = {name: value[start:end] for name, value in columns.items()}
+            forward_backward(self.module, of_this_rank(form, piece), done, loss=form, sync=end == cuts[-1])
+        self.expect(optim_step(self.module, self.optimizer, done), form, columns)
+
+    def expect(self, metrics: dict[str, float], form: Form, columns: Tensors) -> None:
+        """Step the twin, and compare."""
+        self.twin_optimizer.zero_grad()
+        loss = form.of_one_process(self.twin, columns)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.twin.parameters(), math.inf)
+        if isinstance(self.optimizer, Averaging):
+            metrics = {**metrics, "grad_norm": self.optimizer.norm}
+        self.twin_optimizer.step()
+        for name, value in (("loss", loss.item()), ("grad_norm", norm.item())):
+            assert abs(metrics[name] - value) <= TOLERANCE * max(1.0, abs(value)), (name, metrics[name], value)
+
+    def compare(self) -> None:
+        if self._is_sharded:
+            reshard(self.module)
+        twin = dict(self.twin.named_parameters())
+        for name, parameter in self.module.named_parameters():
+            difference = (full(parameter) - twin[name]).abs().max().item()
+            assert difference <= TOLERANCE, f"{name} differs by {difference}"
+
+
+def steps(form: Form, kinds: Sequence[str], num_rows: int, is_sharded: bool) -> None:
+    """A step on each batch."""
+    pair = FormPair(is_sharded=is_sharded)
+    for kind in kinds:
+        pair.take(form, last_rows(batch(kind), num_rows))
+    pair.compare()
+
+
+def steps_in_parts(form: Form, kinds: Sequence[str], is_sharded: bool) -> None:
+    """Steps in two and in three parts, by `train_step` and by hand."""
+    pair = FormPair(is_sharded=is_sharded)
+    for num_parts, kind in zip((2, 3, 3), kinds, strict=True):
+        pair.take(form, batch(kind), num_parts)
+    for kind, cuts in zip(kinds, ([0, 4, 7], [0, 3, 4, 7], [0, 1, 7]), strict=True):
+        try:
+            pair.take_pieces(form, batch(kind), cuts)
+        except ValueError as error:
+            if not form.several or "terms with counts of their own" not in str(error):
+                raise
+            assert all(parameter.grad is None for parameter in pair.module.parameters())
+            pair.take(form, batch(kind))
+    pair.compare()
+
+
+Plan = tuple[str, tuple[str, ...], int, bool]
+"""Form, batches, rows in each (0 for all of them, in parts), and whether the module is sharded."""
+
+
+def failures_of(plans: Sequence[Plan]) -> list[str]:
+    failures = []
+    for name, kinds, num_rows, is_sharded in plans:
+        try:
+            if num_rows:
+                steps(READ[name], kinds, num_rows, is_sharded)
+            else:
+                steps_in_parts(READ[name], kinds, is_sharded)
+        except Exception:
+            failures.append(f"{name}, {kinds}, {num_rows} rows, {is_sharded=}:\n{traceback.format_exc()}")
+    return failures
+
+
+def plans_of(world_size: int, *, is_full: bool) -> list[Plan]:
+    """Each form in every order of the batches, on fewer rows than ranks, and in parts; in the short run in one each."""
+    plans: list[Plan] = []
+    orders = ORDERS if world_size == 2 else ORDERS[::2]
+    for index, name in enumerate(READ):
+        some = ORDERS[index % len(ORDERS)]
+        is_sharded = is_full and world_size == 2
+        plans += [(name, order, NUM_ROWS, is_sharded and order == some) for order in (orders if is_full else [some])]
+        plans += [(name, some, num_rows, False) for num_rows in range(1, world_size) if is_full or index % 3 == 0]
+        plans += [
+            (name, order, 0, False) for order in (ORDERS[::3] if is_full else [some]) if is_full or index % 3 == 1
+        ]
+        if not is_full and index % 9 == 0:
+            plans += [(name, some, num_rows, True) for num_rows in (NUM_ROWS, 0)]
+    return plans
+
+
+def told(outcomes: Sequence[Sequence[str]]) -> None:
+    for rank, failures in enumerate(outcomes):
+        assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
+
+
+def test_read_forms_equal_one_process() -> None:
+    told(run_ranks(2, failures_of, plans_of(2, is_full=False)))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_read_forms_equal_one_process_in_every_order(world_size: int) -> None:
+    told(run_ranks(world_size, failures_of, plans_of(world_size, is_full=True), timeout_s=380))
+
+
+def refuse(name: str, kind: str, num_rows: int, is_sharded: bool) -> None:
+    """A form is refused in the first step of a module; the next one is right."""
+    pair = FormPair(is_sharded=is_sharded)
+    columns = last_rows(batch(kind), num_rows)
+    with pytest.raises(UnreadableLossError, match=r"let loss= return \(sum over the rank's rows, count\)") as caught:
+        train_step(pair.module, pair.optimizer, of_this_rank(REFUSED[name], columns), loss=REFUSED[name])
+    if is_sharded:
+        assert is_recoverable(caught.value)
+    pair.take(GOOD, batch("uneven"))
+    pair.compare()
+
+
+def refuse_all(kinds: Sequence[tuple[str, int]], sharded: int) -> list[str]:
+    """Every form on each kind of batch; one of `sharded` on a sharded module."""
+    failures = []
+    for index, (name, (kind, num_rows)) in enumerate(itertools.product(REFUSED, kinds)):
+        is_sharded = index % sharded == 0
+        try:
+            refuse(name, kind, num_rows, is_sharded)
+        except (Exception, pytest.fail.Exception):
+            failures.append(f"{name}, {kind}, {num_rows} rows, {is_sharded=}:\n{traceback.format_exc()}")
+    return failures
+
+
+def test_other_forms_are_refused_at_the_first_step_whatever_the_batch() -> None:
+    told(run_ranks(2, refuse_all, [("open", 2), ("equal", 4), ("uneven", NUM_ROWS)], 10))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_forms_are_refused_by_every_number_of_ranks(world_size: int) -> None:
+    kinds = [("open", world_size), ("equal", world_size * 2), ("equal", 1), ("open", NUM_ROWS), ("sparse", NUM_ROWS)]
+    told(run_ranks(world_size, refuse_all, kinds, 4, timeout_s=180))
+
+
+class OwnLoss(nn.Module):
+    """Computes a loss of its scores itself."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.scores = Scores()
+        self.form = form
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        classes: torch.Tensor,
+        target: torch.Tensor,
+        kept: torch.Tensor,
+        signs: torch.Tensor,
+        chances: torch.Tensor,
+        weights: torch.Tensor,
+        word: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        columns = dict(locals())
+        scores = self.scores(tokens)
+        return {"loss": self.form.of(scores, Rows(columns)), "scores": scores}
+
+
+def own_losses(names: Sequence[str]) -> list[str]:
+    """A model's own loss: of a step, of a forward and of an evaluation in two batches, also with frozen parameters."""
+    failures = []
+    for index, name in enumerate(names):
+        form = READ[name]
+        try:
+            torch.manual_seed(0)
+            twin = OwnLoss(form)
+            module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
+            if index % 3 == 0:
+                module.requires_grad_(False)
+            for kind in ORDERS[index % len(ORDERS)]:
+                columns = batch(kind)
+                own = of_this_rank(form, columns)
+                loss = twin(**columns)["loss"]
+                found = [Forwarding(module).run(own).value["loss"].item(), evaluated_loss(module, None, columns)]
+                if index % 3:
+                    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+                    metrics = train_step(module, optimizer, own)
+                    twin.zero_grad()
+                    loss.backward()
+                    norm = math.hypot(*_gradient(twin))
+                    assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE)
+                    found.append(metrics["loss"])
+                assert found == [pytest.approx(loss.item(), rel=TOLERANCE, abs=TOLERANCE)] * len(found)
+        except Exception:
+            failures.append(f"{name}:\n{traceback.format_exc()}")
+    return failures
+
+
+def evaluated_loss(module: nn.Module, form: Form | None, columns: Tensors) -> float:
+    """The loss of an evaluation in batches of four rows."""
+    plan = EvaluationPlan(DataPlan(SequenceRows(Columns(columns)), 4), form)
+    run = Evaluation(plan, torch.device("cpu"))
+    while run.step(module):
+        pass
+    run.data_loader.close()
+    return run.values()["loss"]
+
+
+def evaluations(names: Sequence[str]) -> list[str]:
+    """A caller's loss, of trainable and of frozen modules."""
+    failures = []
+    for index, name in enumerate(names):
+        try:
+            torch.manual_seed(0)
+            twin = Scores()
+            module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
+            module.requires_grad_(index % 2 == 0)
+            for kind in KINDS:
+                columns = batch(kind)
+                loss = READ[name].of_one_process(twin, columns).item()
+                assert evaluated_loss(module, READ[name], columns) == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
+        except Exception:
+            failures.append(f"{name}, {index % 2 == 0}:\n{traceback.format_exc()}")
+    return failures
+
+
+ALONG_ROWS = [name for name, form in READ.items() if not form.dim]
+OF_A_MODEL = [name for name in ALONG_ROWS if not READ[name].is_pairs]
+
+
+def test_evaluations_and_models_own_losses() -> None:
+    """Some forms; a model's loss is a tensor, not a pair."""
+    told(run_ranks(2, evaluations, ALONG_ROWS[::6]))
+    told(run_ranks(2, own_losses, OF_A_MODEL[::6]))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_evaluations_and_models_own_losses(world_size: int) -> None:
+    told(run_ranks(world_size, evaluations, ALONG_ROWS, timeout_s=180))
+    told(run_ranks(world_size, own_losses, OF_A_MODEL, timeout_s=180))
+
+
+def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> tuple[str, str, str]:
+    """Compose a loss and a batch; return `good` or `mixed`, what came of it, and what to repeat it by."""
+    world_size, only_good = dist.get_world_size(), numbers.random() < 0.5
+    text = composed(numbers, only_good=only_good)
+    kind, num_parts = numbers.choice(("equal", *KINDS)), numbers.choice((1, 1, 1, 2, 3))
+    num_rows = numbers.choice((1, world_size, world_size, 2 * world_size, 2 * world_size + 1, NUM_ROWS))
+    columns = last_rows(batch(kind, numbers.randrange(5)), min(num_rows, NUM_ROWS))
+    columns = {name: value.double() if value.is_floating_point() else value for name, value in columns.items()}
+    form = Form(lambda output, rows: evaluated(text, output, vars(rows)))
+    case = f"{text}  [{kind}, {num_rows} rows on {world_size}, {num_parts} parts]"
+    for one in (module, twin):
+        one.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loss = form.of_one_process(twin, columns)
+            loss.backward()
+            own = of_this_rank(form, columns)
+            for part in own.parts(num_parts):
+                form(twin(part.kwargs["tokens"]), **part.kwargs)
+            is_computable = True
+        except (RuntimeError, ValueError, IndexError):  # of torch: the shapes do not fit
+            is_computable = False
+        if any_rank(not is_computable):
+            return "", "no loss", case
+        expected = [loss.item(), *_gradient(twin)]
+        optimizer = Averaging(module.parameters(), lr=0.0)
+        try:
+            metrics = train_step(module, optimizer, own, loss=form, gradient_accumulation_steps=num_parts)
+        except ValueError as error:
+            return "good" if only_good else "mixed", f"refused: {error}", case
+        except Exception as error:
+            return "good" if only_good else "mixed", f"{type(error).__name__}: {error}", case
+    found = [metrics["loss"], *_gradient(module)]
+    if not math.isfinite(math.fsum(expected)):
+        return "", "no loss", case
+    scale = max(1e-3, *map(abs, expected))
+    difference = max(abs(one - other) for one, other in zip(found, expected, strict=True)) / scale
+    what = "equal" if difference < 1e-5 else f"differs by {difference:.3g}: {found[0]:.6g} is {expected[0]:.6g}"
+    return "good" if only_good else "mixed", what, case
+
+
+def _gradient(module: nn.Module) -> list[float]:
+    parts = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in module.parameters()]
+    return torch.cat([part.flatten() for part in parts]).tolist()
+
+
+def compare_many(num_cases: int, seed: int) -> list[tuple[str, str, str]]:
+    torch.manual_seed(seed)
+    module = Scores().double()
+    twin, numbers = copy.deepcopy(module), random.Random(seed)
+    return [compare_one(numbers, module, twin) for _ in range(num_cases)]
+
+
+def judge(outcomes: Sequence[Sequence[tuple[str, str, str]]]) -> None:
+    """None may differ; what is composed of good forms alone is read."""
+    (cases, *others) = outcomes
+    for other in others:
+        assert [what.split(":")[0] for _, what, _ in cases] == [what.split(":")[0] for _, what, _ in other]
+    wrong = [
+        f"{what}: {case}" for _, what, case in cases if what != "no loss" and not what.startswith(("equal", "refus"))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(sorted(wrong, key=len))
+    refused = [f"{what}: {case}" for group, what, case in cases if group == "good" and what.startswith("refused")]
+    assert not refused, f"{len(refused)} are not read:\n" + "\n".join(sorted(refused, key=len))
+    counts = Counter((group, what.split(":")[0]) for group, what, _ in cases)
+    print(dict(counts))
+    assert counts["good", "equal"] > len(cases) / 4
+    assert counts["mixed", "refused"] > len(cases) / 10
+
+
+def test_losses_composed_at_random() -> None:
+    judge(run_ranks(2, compare_many, 150, 0))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 300), (2, 1000), (3, 700)])
+def test_many_losses_composed_at_random(world_size: int, num_cases: int) -> None:
+    judge(run_ranks(world_size, compare_many, num_cases, world_size, timeout_s=280))
