@@ -6,6 +6,7 @@ fails at import, here.
 
 from typing import Any
 
+import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -28,6 +29,11 @@ def saved(node: Any, name: str) -> Any:
     """
     value = getattr(node, f"_saved_{name}")
     return tuple(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks through which autograd saves tensors now, such as those of a checkpoint; `None` without."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _signed(value: Any) -> Any:

@@ -17,6 +17,7 @@ from raysharding.distributed.fully_shard import (
     without_trace,
 )
 from raysharding.distributed.training.losses import find_loss, forward_with_loss
+from raysharding.distributed.training.step import Accumulation
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
 from raysharding.tree import children, leaves, map_leaves, rebuild
 
@@ -69,12 +70,12 @@ class Forwarding:
             value = self._module(*batch.args, **batch.kwargs)
             if not batch.rows or find_loss(value) is None:
                 return value, ()
-        value, total = forward_with_loss(self._module, batch)
+        value, found = forward_with_loss(self._module, batch)
         loss, nodes = find_loss(value), children(value)
-        if total is None or nodes is None:
+        if found is None or nodes is None:
             return value, ()
         names = [name for name, item in nodes if item is loss][:1]
-        whole = total.to(loss.dtype).reshape(loss.shape)
+        whole = torch.full_like(loss, Accumulation().add(found))
         return rebuild(value, [whole if name in names else item for name, item in nodes]), tuple(names)
 
     def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:

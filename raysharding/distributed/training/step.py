@@ -95,19 +95,19 @@ class Accumulation:
             ValueError: On every rank, if factors or constants differ over the ranks or passes, or a count is negative.
         """
         self._check_names(loss)
-        flags = torch.stack([loss.value(), loss.differs.double(), *loss.is_sum.double()])
+        flags = torch.stack([loss.differs.double(), *loss.is_sum.double()])
         # Behind the backward: one wait for the device in a pass.
         found = to_host(torch.cat([flags, loss.sums, loss.counts, loss.factors, loss.constant[None]])).tolist()
-        num_terms, (value, differs) = len(loss.names), found[:2]
-        is_sum, sums, counts = ([*found[2 + index * num_terms :][:num_terms]] for index in range(3))
-        fixed = found[2 + 3 * num_terms :]
+        num_terms, differs = len(loss.names), found[0]
+        is_sum, sums, counts = (found[1 + index * num_terms :][:num_terms] for index in range(3))
+        fixed = found[1 + 3 * num_terms :]
         if differs or (self._fixed and fixed != self._fixed):
             where = "over the ranks" if differs else "between the parts of one update"
             raise ValueError(
                 f"a factor or a constant of the loss differs {where}, so it was made from some rows: let loss= return "
                 "(sum, count) pairs that it is in"
             )
-        if any(count < 0 for count in counts):
+        if not all(count >= 0 for count in counts):
             raise ValueError(f"the counts that the loss returned add up to {min(counts):g}; a count is 0 or more")
         self._is_sum = [bool(one) for one in is_sum]
         told = list(zip(loss.names, sums, counts, is_sum, strict=True))
@@ -122,12 +122,15 @@ class Accumulation:
         self._counts = [old + new for old, new in zip(before, counts, strict=True)]
         self.num_passes += 1
         self.is_reduced = is_reduced
-        return float(value)
+        return self._loss(sums, counts)
 
     def loss(self) -> float:
         """Return the loss over all passes; NaN without counted items."""
+        return self._loss(self._sums, self._counts)
+
+    def _loss(self, sums: Sequence[float], counts: Sequence[float]) -> float:
         *factors, constant = self._fixed or [0.0]
-        parts = zip(factors, self._sums, self._counts, self._is_sum, strict=True)
+        parts = zip(factors, sums, counts, self._is_sum, strict=True)
         means = [factor * (total if one else total / (count or math.nan)) for factor, total, count, one in parts]
         return sum(means, constant) if means else math.nan
 

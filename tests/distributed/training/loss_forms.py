@@ -228,24 +228,30 @@ READ = {
     "cross_entropy, ignore_index=0": Form(
         lambda o, r: F.cross_entropy(o.flatten(0, 1), r.labels.clamp(min=0).flatten(), ignore_index=0)
     ),
-    "cross_entropy, weight": Form(lambda o, r: ce(o, r, weight=WEIGHT)),
-    "cross_entropy, weight, rows": Form(lambda o, r: F.cross_entropy(o.mean(1), r.classes, weight=OF_CLASS)),
+    "cross_entropy, weight": Form(lambda o, r: ce(o, r, weight=WEIGHT.to(o.device))),
+    "cross_entropy, weight, rows": Form(
+        lambda o, r: F.cross_entropy(o.mean(1), r.classes, weight=OF_CLASS.to(o.device))
+    ),
     "cross_entropy, smoothing": Form(lambda o, r: ce(o, r, label_smoothing=0.1)),
-    "cross_entropy, weight, smoothing": Form(lambda o, r: ce(o, r, weight=OF_CLASS, label_smoothing=0.2)),
-    "cross_entropy, weight 0, smoothing": Form(lambda o, r: ce(o, r, weight=WEIGHT, label_smoothing=0.2)),
+    "cross_entropy, weight, smoothing": Form(lambda o, r: ce(o, r, weight=OF_CLASS.to(o.device), label_smoothing=0.2)),
+    "cross_entropy, weight 0, smoothing": Form(lambda o, r: ce(o, r, weight=WEIGHT.to(o.device), label_smoothing=0.2)),
     "cross_entropy, images": Form(lambda o, r: F.cross_entropy(image(o), r.labels.unsqueeze(-1))),
     "cross_entropy, images, 255": Form(
         lambda o, r: F.cross_entropy(image(o), torch.where(r.labels < 0, 255, r.labels).unsqueeze(-1), ignore_index=255)
     ),
     "cross_entropy, images, weight, smoothing": Form(
-        lambda o, r: F.cross_entropy(image(o), r.labels.unsqueeze(-1), weight=OF_CLASS, label_smoothing=0.1)
+        lambda o, r: F.cross_entropy(
+            image(o), r.labels.unsqueeze(-1), weight=OF_CLASS.to(o.device), label_smoothing=0.1
+        )
     ),
     "cross_entropy, probabilities": Form(lambda o, r: F.cross_entropy(o.flatten(0, 1), r.chances.flatten(0, 1))),
     "cross_entropy, probabilities, weight, smoothing": Form(
-        lambda o, r: F.cross_entropy(o.transpose(1, 2), r.chances.transpose(1, 2), weight=OF_CLASS, label_smoothing=0.1)
+        lambda o, r: F.cross_entropy(
+            o.transpose(1, 2), r.chances.transpose(1, 2), weight=OF_CLASS.to(o.device), label_smoothing=0.1
+        )
     ),
     "nll_loss": Form(nll),
-    "nll_loss, weight": Form(lambda o, r: nll(o, r, weight=WEIGHT)),
+    "nll_loss, weight": Form(lambda o, r: nll(o, r, weight=WEIGHT.to(o.device))),
     "nll_loss, images": Form(lambda o, r: F.nll_loss(image(o).log_softmax(1), r.labels.unsqueeze(-1))),
     "mse_loss": Form(lambda o, r: F.mse_loss(values(o), r.target)),
     "mse_loss, weight": Form(lambda o, r: WEIGHTED["mse"](values(o), r.target, weight=r.target)),
@@ -286,11 +292,11 @@ READ = {
     "hinge_embedding_loss": Form(lambda o, r: F.hinge_embedding_loss(o[:, 0, 0], r.signs)),
     "margin_ranking_loss": Form(lambda o, r: F.margin_ranking_loss(o[:, 0, 0], o[:, 0, 1], r.signs, margin=0.3)),
     "multilabel_soft_margin_loss": Form(
-        lambda o, r: F.multilabel_soft_margin_loss(o[:, 0], r.chances[:, 0].round(), weight=OF_CLASS)
+        lambda o, r: F.multilabel_soft_margin_loss(o[:, 0], r.chances[:, 0].round(), weight=OF_CLASS.to(o.device))
     ),
     "multilabel_margin_loss": Form(lambda o, r: F.multilabel_margin_loss(o[:, 0], multi_labels(r))),
     "multi_margin_loss": Form(
-        lambda o, r: F.multi_margin_loss(o[:, 0], r.word[:, 0], p=2, margin=0.7, weight=OF_CLASS)
+        lambda o, r: F.multi_margin_loss(o[:, 0], r.word[:, 0], p=2, margin=0.7, weight=OF_CLASS.to(o.device))
     ),
     "cosine_embedding_loss": Form(lambda o, r: F.cosine_embedding_loss(o[:, 0], o[:, 1], r.signs, margin=0.2)),
     "triplet_margin_loss": Form(triplet),
@@ -348,7 +354,9 @@ READ = {
     "add with alpha": Form(lambda o, r: torch.add(ce(o, r), torch.tensor(0.5), alpha=3)),
     "sub with alpha": Form(lambda o, r: torch.sub(ce(o, r), values(o).square().mean(), alpha=0.3), several=True),
     "a sum": Form(lambda o, r: ce(o, r) + 0.1 * F.mse_loss(values(o), r.target), several=True),
-    "a difference": Form(lambda o, r: values(o).square().mean() - 0.5 * nll(o, r, weight=WEIGHT), several=True),
+    "a difference": Form(
+        lambda o, r: values(o).square().mean() - 0.5 * nll(o, r, weight=WEIGHT.to(o.device)), several=True
+    ),
     "python's sum": Form(python_sum, several=True),
     "stack, mean": Form(lambda o, r: torch.stack([ce(o, r), values(o).square().mean()]).mean(), several=True),
     "stack, sum": Form(lambda o, r: torch.stack([ce(o, r), o.abs().mean()]).sum(), several=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -120,6 +121,8 @@ def call_loss(
     if not isinstance(result, list | tuple):
         return _scalar(result, "what the loss function returned")
     pairs = [result] if len(result) == 2 and not isinstance(result[0], list | tuple) else list(result)
+    if not pairs:
+        raise ValueError(f"the loss function returned nothing: {_PAIRS}")
     return [_pair(pair) for pair in pairs]
 
 
@@ -131,7 +134,7 @@ def _pair(pair: Any) -> Pair:
         return total, None
     if isinstance(pair[1], torch.Tensor):
         return total, _scalar(pair[1], "a count that the loss function returned").detach()
-    if isinstance(pair[1], bool) or not isinstance(pair[1], int | float):
+    if isinstance(pair[1], bool) or not isinstance(pair[1], Real):
         raise ValueError(f"the loss function returned the count {_shown(pair[1])}: {_PAIRS}")
     return total, float(pair[1])
 

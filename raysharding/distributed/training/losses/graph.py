@@ -53,6 +53,8 @@ class Reading:
     """0-dim factors below the terms, which must be equal on all ranks."""
     is_ambiguous: bool = False
     """See `RowCheck`."""
+    has_graph: bool = True
+    """False for pairs whose sums on this rank depend on no trainable parameter."""
 
     def signature(self) -> str:
         """Return a text that is the same on every rank."""
@@ -105,21 +107,21 @@ class GraphReader:
         return Reading(terms, self._constant, list(self._rows.factors))
 
     def _complete(self, loss: torch.Tensor, terms: list[Term]) -> None:
-        """Compute the value that was not noted, if it is one alone, from that of the loss."""
+        """Compute the value of a mean that was taken inside a function of torch's, from that of the loss."""
         unknown = [term for term in terms if term.value is None]
         if not unknown:
             return
-        if len(unknown) > 1:
-            raise refuse(f"the values of {' and '.join(term.name for term in unknown)} are not in the graph")
+        if len(unknown) > 1 or unknown[0].factor == 0 or any(term.is_total for term in terms):
+            raise refuse("a mean is taken where it cannot be seen")
         rest = sum((term.factor * term.value for term in terms if term.value is not None), self._constant)
         unknown[0].value = (loss.detach().reshape(()).double() - rest) / unknown[0].factor
 
     def _walk(self, edge: Edge, factor: Factor) -> None:
         node, kind = edge[0], kind_of(edge[0])
-        if node in self._own_terms:
-            self._add(node, self._own_terms[node], factor)
-        elif node in self._recorder.reductions:
+        if node in self._recorder.reductions:
             self._add_reduction(node, factor)
+        elif node in self._own_terms:
+            self._add(node, self._own_terms[node], factor)
         elif kind in SAME_ELEMENTS:
             self._walk_all(node, factor)
         elif kind == "Neg":

@@ -25,6 +25,7 @@ from raysharding.distributed.training.losses.calls import (
     is_compiled,
 )
 from raysharding.distributed.training.losses.reductions import Recorder
+from raysharding.models import is_transformers_model
 from raysharding.torch_internals import current_function_mode
 from raysharding.tree import leaves, map_leaves
 
@@ -58,6 +59,7 @@ def run_recorded(
     loss: LossFunction | None,
     *,
     with_backward: bool,
+    follows_data: bool = True,
 ) -> Recorded:
     """Run a forward and the loss; the forward is collective.
 
@@ -67,8 +69,12 @@ def run_recorded(
         kwargs: Keyword arguments of the call.
         loss: The caller's loss function, or `None` for the model's own.
         with_backward: False where no backward follows: activations are not kept.
+        follows_data: True to follow what is made of the arguments, which have their rows in dim 0.
     """
-    recorder = Recorder(leaf for _, leaf in leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+    recorder = Recorder(
+        _tensors((args, dict(kwargs))) if follows_data else (), in_model=not is_transformers_model(module)
+    )
+    recorder.keeps_nothing = not with_backward
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if not with_backward:
@@ -80,11 +86,16 @@ def run_recorded(
         if not with_backward:
             output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
         recorder.in_model = False
+        recorder.add_data(_tensors(output) if follows_data else ())
         stack.enter_context(recorder)
         counters = collective_counters(dist.group.WORLD) if dist.group.WORLD is not None else []
         before = [counter() for counter in counters]
         result = call_loss(loss, output, args, kwargs)
         return Recorded(recorder, output, result, with_backward, before != [counter() for counter in counters])
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:
@@ -94,7 +105,7 @@ def _own_loss(output: Any) -> torch.Tensor | None:
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Keep of a tensor what reading a loss needs: a number, an index, or a shape."""
-    is_needed = tensor.ndim == 0 or not tensor.is_floating_point()
+    is_needed = tensor.numel() == 1 or not tensor.is_floating_point()
     return tensor.detach() if is_needed else tensor.detach().to("meta")
 
 

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from raysharding.torch_internals import saved_tensors_hooks
+
 Node: TypeAlias = Any
 """A node of the autograd graph: `torch.autograd.graph.Node`, or the class of a custom function."""
 Count: TypeAlias = torch.Tensor | int
@@ -138,11 +140,26 @@ _RULES: Mapping[Any, _Rule] = {
 
 ADDITIONS = ("add", "radd", "iadd", "sub", "isub", "rsub")
 _PRODUCTS = ("linear", "matmul", "mm")
-_OVER_ROWS = names_of("""
-    amax amin argmax argmin argsort cummax cummin cumprod cumsum kthvalue logcumsumexp logsumexp max mean median min
-    nanmean nanmedian nansum norm normalize prod quantile softmax sort std std_mean sum topk unique var var_mean
+_ROW_LOCAL = names_of("""
+    abs add and bernoulli bfloat16 bool byte cast ceil celu clamp clamp_max clamp_min clip clone contiguous copy cos
+    cpu cuda data detach div double elu embedding eq erf exp exp2 expm1 float floor floor_divide floordiv full_like ge
+    gelu getitem gt half iadd iand idiv imul int invert ior ipow isfinite isin isinf isnan isub itruediv ixor le
+    leaky_relu lerp log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid
+    long lt masked_fill maximum minimum mod mul nan_to_num ne neg not one_hot ones_like or pad pow radd rand rand_like
+    randn_like rdiv reciprocal relu remainder requires_grad rfloordiv rmod rmul ror round rpow rsqrt rsub rtruediv
+    rxor setitem sgn short sigmoid sign silu sin softplus sqrt square sub tan tanh to truediv trunc type type_as
+    unsqueeze where xlogy xor zeros_like
 """)
-"""Functions that combine rows, where their dim is that of the rows."""
+"""Functions whose results keep rows apart; comparisons, arithmetic and casts among them."""
+_SHAPES = names_of("expand expand_as flatten mT repeat_interleave reshape squeeze unflatten unsqueeze view view_as")
+_BY_DIM = names_of("""
+    all amax amin any argmax argmin argsort cat concat count_nonzero cummax cummin cumprod cumsum gather index_select
+    log_softmax logsumexp max mean median min nanmean nansum narrow norm normalize prod roll softmax sort
+    stack std sum take_along_dim topk var
+""")
+"""Functions that keep rows apart along another dim than the first."""
+_PLACE_OF_DIM = {"take_along_dim": 2, "topk": 2, "norm": 2, "normalize": 2}
+"""Index of the argument `dim` where it is not the second."""
 
 
 class Recorder(TorchFunctionMode):
@@ -150,10 +167,12 @@ class Recorder(TorchFunctionMode):
 
     Args:
         data: The tensors of the call, which hold rows.
+        in_model: True to follow them in the model, too, and not in the loss function alone.
     """
 
-    def __init__(self, data: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, data: Iterable[torch.Tensor] = (), *, in_model: bool = False) -> None:
         super().__init__()
+        self._follows_model = in_model
         self.in_model = True
         """False while the caller's loss function runs."""
         self.reductions: dict[Node, Reduction] = {}
@@ -168,8 +187,11 @@ class Recorder(TorchFunctionMode):
         """Nodes that have an operand without gradient which the loss function made by combining rows."""
         self.data_ndim: dict[Node, int] = {}
         """Node in the loss function → smallest number of dims, 1 or more, of an operand that is data."""
-        self._data = {id(one): one for one in data}
+        self.keeps_nothing = False
+        """True where no backward follows: saved tensors are dropped."""
+        self._data: dict[int, torch.Tensor] = {}
         self._mixed: dict[int, torch.Tensor] = {}
+        self.add_data(data)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note it."""
@@ -184,11 +206,11 @@ class Recorder(TorchFunctionMode):
         noted = tuple(map(_copied, args)) if name in ADDITIONS else args
         result = func(*args, **kwargs)
         operands = (*args, *kwargs.values())
-        if not self.in_model:
-            self._follow_data(name, args, kwargs, result)
+        if not self.in_model or self._follows_model:
+            self._follow_data(func, name, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
-        if name in _PRODUCTS and any(isinstance(one, nn.Parameter) for one in operands[1:]):
+        if name in _PRODUCTS and any(self._is_constant(one) for one in operands[1:]):
             self.layers[result.grad_fn] = args[0]
         if result.numel() == 1:
             self.operands[result.grad_fn] = (name, noted)
@@ -196,23 +218,35 @@ class Recorder(TorchFunctionMode):
                 self.means[result.grad_fn] = (result.detach().clone().reshape(()), self.in_model)
         return result
 
-    def _follow_data(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note results without gradient that depend on data, and on several rows, and results with gradient of such."""
-        operands = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        if not any(one.requires_grad or id(one) in self._data for one in operands):
+    def add_data(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow more tensors that hold rows; those with a gradient are followed anyway."""
+        self._data |= {id(one): one for one in tensors if not one.requires_grad}
+
+    def _is_constant(self, value: Any) -> bool:
+        """Return True for a parameter, and in the loss function for a tensor without gradient that is no data."""
+        is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._data
+        return isinstance(value, nn.Parameter) or (is_tensor and not self.in_model)
+
+    def _follow_data(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note results that depend on data, those that depend on several rows, and the nodes made with them."""
+        operands = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, torch.Tensor)]
+        if not self._data or not any(one.requires_grad or id(one) in self._data for one in operands):
             return
-        from_mixed = any(id(one) in self._mixed for one in operands)
-        ndims = [one.ndim for one in operands if id(one) in self._data and one.ndim]
-        is_mixed = from_mixed or _combines_rows(name, args, kwargs)
-        for one in result if isinstance(result, tuple | list) else [result]:
+        if name == "get":  # an attribute
+            name = getattr(func.__self__, "__name__", "")
+        without_graph = [one for one in operands if not one.requires_grad]
+        from_mixed = any(id(one) in self._mixed for one in without_graph)
+        is_mixed = not _keeps_rows_apart(name, args, kwargs) or any(id(one) in self._mixed for one in operands)
+        ndims = [one.ndim for one in without_graph if id(one) in self._data and one.ndim]
+        for one in [args[0]] if name == "setitem" else _flat((result,)):
             if not isinstance(one, torch.Tensor):
                 continue
-            if one.grad_fn is not None:
+            self._mixed |= {id(one): one} if is_mixed else {}  # kept, so that no other gets its id
+            if one.grad_fn is None:
+                self._data[id(one)] = one
+            else:
                 self.with_mixed |= {one.grad_fn} if from_mixed else set()
                 self.data_ndim |= {one.grad_fn: min(ndims)} if ndims else {}
-            else:
-                self._data[id(one)] = one  # kept, so that no other gets its id
-                self._mixed |= {id(one): one} if is_mixed else {}
 
     def _reduce(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
@@ -224,6 +258,9 @@ class Recorder(TorchFunctionMode):
         # Without counted items its gradient would be NaN, and NaN * 0 is NaN; that of `nll_loss` alone is 0.
         is_quotient = reduction == "mean" and (call.get("weight") is not None or bool(call.get("label_smoothing")))
         is_quotient &= rule.count in (_classes, _elements)
+        # Activation checkpointing computes it again, without this.
+        is_checkpointed = is_quotient and not self.keeps_nothing and saved_tensors_hooks() is not None
+        is_quotient &= not is_checkpointed
         if is_quotient:
             call["reduction"] = "sum"
         result = total = func(*bound.args, **bound.kwargs)
@@ -233,6 +270,8 @@ class Recorder(TorchFunctionMode):
         if is_quotient:
             result = total / count
             call["reduction"] = reduction
+        if reduction != "none":
+            self._mixed[id(result)] = result
         if result.grad_fn is None:
             return result
         self.reductions[result.grad_fn] = Reduction(
@@ -246,7 +285,9 @@ class Recorder(TorchFunctionMode):
             along=(_class_dim(call[_first(call)]),) if rule.count is _classes else rule.along,
             first_dim=reduction == "batchmean",
             in_model=self.in_model,
-            problem=_problem(func.__name__, rule, call, self._mixed),
+            problem=f"{func.__name__} may divide by 0 inside a checkpoint"
+            if is_checkpointed
+            else _problem(func.__name__, rule, call, self._mixed),
         )
         return result
 
@@ -265,13 +306,26 @@ def _copied(value: Any) -> Any:
     return value.clone() if is_number else value
 
 
-def _combines_rows(name: str, args: Any, kwargs: Any) -> bool:
+def _flat(values: Iterable[Any]) -> list[Any]:
+    return [item for value in values for item in (_flat(value) if isinstance(value, tuple | list) else [value])]
+
+
+def _keeps_rows_apart(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if each row of a function's result is made of the same row of its operands."""
     first = args[0] if args else None
-    if name not in _OVER_ROWS or not isinstance(first, torch.Tensor) or first.requires_grad or not first.ndim:
-        return False
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    found = dims if isinstance(dims, tuple | list) else [dims]
-    return any(dim is None or (isinstance(dim, int) and dim in (0, -first.ndim)) for dim in found)
+    if name == "getitem":
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        is_whole = index is Ellipsis or index is None or (isinstance(index, slice) and index == slice(None))
+        return is_whole or (isinstance(index, torch.Tensor) and not isinstance(args[1], tuple))
+    if name == "transpose" and len(args) == 3:
+        return 0 not in args[1:] and isinstance(first, torch.Tensor) and -first.ndim not in args[1:]
+    if name in _BY_DIM:
+        place = _PLACE_OF_DIM.get(name, 1)
+        dims = kwargs.get("dim", args[place] if len(args) > place else None)
+        found = dims if isinstance(dims, tuple | list) else [dims]
+        ndims = [one.ndim for one in _flat((first,)) if isinstance(one, torch.Tensor)]
+        return bool(ndims) and all(isinstance(dim, int) and dim not in (0, -ndims[0]) for dim in found)
+    return name in _ROW_LOCAL or name in _SHAPES
 
 
 def _rows_of_first(call: Arguments) -> int:
@@ -280,7 +334,7 @@ def _rows_of_first(call: Arguments) -> int:
 
 
 def _problem(name: str, rule: _Rule, call: Arguments, mixed: Mapping[int, torch.Tensor]) -> str:
-    if any(id(one) in mixed for one in call.values()):
+    if any(isinstance(one, torch.Tensor) and not one.requires_grad and id(one) in mixed for one in call.values()):
         return f"{name} has an argument that the loss function made by combining this rank's rows"
     if call["reduction"] == "sum" and not rule.sums:
         return f"{name}(reduction='sum') is a sum"

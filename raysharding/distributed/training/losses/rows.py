@@ -84,6 +84,7 @@ class RowCheck:
         dims: Collection[int],
     ) -> None:
         self._recorder = recorder
+        self._num_rows = num_rows
         self._num_items = None if num_rows is None else max(num_rows // rows_per_item, 1)
         self._rows_per_item = rows_per_item
         self._border: dict[Edge, Rows | None] = {
@@ -147,11 +148,14 @@ class RowCheck:
         raise refuse(f"{node.name()} is not known to keep rows apart")
 
     def _row_dim(self, shape: tuple[int, ...], num_rows: int | None, dims: Collection[int]) -> int:
-        """Return the dim of an output's rows; if the Splits name several, the one that has as many."""
-        found = [dim for dim in sorted(dims) if -len(shape) <= dim < len(shape) and shape[dim] == num_rows]
+        """Return the dim of an output's rows: that of the Splits, or else the only one that has as many."""
+        given = [dim for dim in sorted(dims) if -len(shape) <= dim < len(shape) and shape[dim] == num_rows]
+        found = given or [dim for dim, size in enumerate(shape) if size == num_rows]
         if len(dims) > 1 and len(found) != 1:
             raise refuse(f"the Splits of this call have different dims, and an output has shape {shape}")
-        return found[0] if found else next(iter(dims), 0)
+        if not found and num_rows is not None and len(shape) == 1:
+            raise refuse(f"an output of the model has shape {shape}, and no dim of {num_rows} rows")
+        return found[0] if len(found) == 1 or given else next(iter(dims), 0)
 
     def _at_border(self, shape: tuple[int, ...], dim: int) -> Rows | None:
         if self._num_items is None or not -len(shape) <= dim < len(shape):
@@ -162,9 +166,22 @@ class RowCheck:
 
     def _check_products(self, edge: Edge) -> None:
         """Raise if an output of the model is a product of rows with rows, as CLIP's similarities are."""
-        node = self._product_of_rows([edge[0]], set(), _ELEMENTWISE | SAME_ELEMENTS)
+        kinds = _ELEMENTWISE | SAME_ELEMENTS | _ALONG_A_DIM
+        node = self._product_of_rows([edge[0]], set(), kinds)
         if node is not None:
             raise refuse(f"{node.name()} in the model multiplies rows with rows, so that each depends on the others")
+        shape = shape_of(*edge)
+        is_square = len(shape) > 1 and shape[0] == shape[1] == self._num_rows and shape[0] > 1
+        if is_square and not self._ends_in_layers(edge[0], kinds):
+            raise refuse(f"an output of the model of shape {shape} may compare rows with rows ({edge[0].name()})")
+
+    def _ends_in_layers(self, node: Node, kinds: frozenset[str]) -> bool:
+        """Return True if a result is that of layers, whose size may happen to be the number of rows."""
+        kind = kind_of(node)
+        if node in self._recorder.layers or kind in _LAYERS or _is_parameter(node):
+            return True
+        children = [child for child, _ in node.next_functions if child is not None]
+        return kind in kinds and bool(children) and all(self._ends_in_layers(child, kinds) for child in children)
 
     def check_pair(self, total: torch.Tensor) -> None:
         """Check a sum, whose rows the caller answers for: it may not compare rows with those of this rank alone.
@@ -191,11 +208,16 @@ class RowCheck:
                 continue
             seen.add(node)
             kind = kind_of(node)
-            if kind in _PRODUCTS and self._multiplies_rows(node):
+            is_product = kind in _PRODUCTS and self._multiplies_rows(node)
+            if is_product and (kinds is not None or self._is_of_data(node)):
                 return node
             if kinds is None or kind in kinds:
                 queue += [child for child, _ in node.next_functions if child is not None]
         return None
+
+    def _is_of_data(self, node: Node) -> bool:
+        """Return True if both operands of a product in a loss function have rows, and none is a constant."""
+        return all(child is not None for child, _ in node.next_functions[-2:]) or node in self._recorder.data_ndim
 
     def _multiplies_rows(self, node: Node) -> bool:
         """Return True if both operands of a matrix product may be rows, and the product is not one for each row."""

@@ -26,6 +26,7 @@ from raysharding.distributed.training.losses.label_counts import LabelCounts, co
 from raysharding.distributed.training.losses.recording import Recorded, run_recorded
 from raysharding.distributed.training.losses.rows import RowCheck, refuse
 from raysharding.errors import UnreadableLossError
+from raysharding.models import is_transformers_model
 
 _OWN_TERMS = ("aux_loss", "z_loss")
 """Ends of the names under which mixtures of experts return what they add to their loss."""
@@ -57,15 +58,13 @@ class BatchLoss:
     """This rank's terms."""
     shares: torch.Tensor
     """This rank's D of means; for pairs and sums 1, or 0 where nothing counts."""
+    outputs: tuple[torch.Tensor, ...]
+    """Outputs of the model that have a graph, if the roots have none."""
 
     @property
     def has_several_counts(self) -> bool:
         """True if the ratio of the terms' counts may differ between batches."""
         return len(self.terms) > 1 and any(term.count is not None for term in self.terms)
-
-    def value(self) -> torch.Tensor:
-        """Return the loss of the batch, 0-dim fp64; NaN where nothing counts."""
-        return total_loss(self.is_sum, self.sums, self.counts, self.factors, self.constant)
 
     def backward(self, scales: torch.Tensor) -> None:
         """Run backward of this rank's loss; collective.
@@ -77,19 +76,14 @@ class BatchLoss:
         if self.terms[0].root is not None:
             gradients = [_like(scale, root) for scale, root in zip(scales, self.roots, strict=True)]
             alive = [pair for pair in zip(self.roots, gradients, strict=True) if pair[0].requires_grad]
+            # Without a root of its own, a rank takes part in the collectives of the others' backward.
+            alive += [(output, torch.zeros_like(output)) for output in self.outputs]
             torch.autograd.backward([root for root, _ in alive], [gradient for _, gradient in alive])
             return
         for term, scale in zip(self.terms, scales, strict=True):
             gradient = term.factor * scale if term.is_total else None
             term.node.register_prehook(_Scaled(scale, gradient))  # type: ignore[union-attr]
         torch.autograd.backward(self.roots)
-
-
-def total_loss(
-    is_sum: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor, constant: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum over the terms of factor * N / D, and a constant."""
-    return (factors * (sums / torch.where(is_sum, 1.0, counts))).sum() + constant
 
 
 def _like(scale: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
@@ -147,26 +141,18 @@ def loss_of_batch(
     if loss is None and (module in _counting or (is_compiled(module) and takes_count(module))):
         return _by_label_counts(module, batch, with_backward)
     # The forward is held in one frame alone, which may have to drop it.
-    return _of_recorded(
-        module,
-        batch,
-        run_recorded(module, batch.args, batch.kwargs, loss, with_backward=with_backward),
-        loss,
-        with_backward,
-    )
+    return _of_recorded(module, batch, _recorded(module, batch, loss, with_backward=with_backward), loss, with_backward)
 
 
-def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, torch.Tensor | None]:
+def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, BatchLoss | None]:
     """Run a forward without a backward; return the output, and the loss of the batch if the model has one; collective.
-
-    The loss is 0-dim fp64, the same on every rank, NaN where nothing counts; `None` if it cannot be read, with a
-    warning, the first time.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of the call, on the module's device.
+
     """
-    recorded = run_recorded(module, batch.args, batch.kwargs, None, with_backward=False)
+    recorded = _recorded(module, batch, None, with_backward=False)
     if recorded.result is None:
         return recorded.output, None
     try:
@@ -174,7 +160,12 @@ def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, torch.T
     except UnreadableLossError as error:
         warn_once(f"{error}. The output's loss is each rank's own, as PerRank")
         return recorded.output, None
-    return found.output, found.value()
+    return found.output, found
+
+
+def _recorded(module: nn.Module, batch: RankBatch, loss: LossFunction | None, *, with_backward: bool) -> Recorded:
+    follows_data = batch.split_dims() <= {0}
+    return run_recorded(module, batch.args, batch.kwargs, loss, with_backward=with_backward, follows_data=follows_data)
 
 
 def _of_recorded(
@@ -182,14 +173,14 @@ def _of_recorded(
 ) -> BatchLoss:
     if recorded.result is None:
         loss_of(recorded.output)  # raises
-    reading, refusal = _read(recorded, batch, loss)
+    reading, refusal = _read(module, recorded, batch, loss)
     if _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch)):
         return _over_ranks(recorded, batch, reading, compute_device(module))
     del recorded, reading  # and its activations
     return _by_label_counts(module, batch, with_backward)
 
 
-def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
+def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
     """Return the terms of this rank's loss, and why it cannot be read; an empty text if it can."""
     result = recorded.result
     assert result is not None
@@ -208,14 +199,16 @@ def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tu
             for total, _ in result:
                 if total.requires_grad and not recorded.has_collectives:
                     rows.check_pair(total)
-            return Reading(terms), ""
+            return Reading(terms, has_graph=any(total.requires_grad for total, _ in result)), ""
         if not result.requires_grad:
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
-        own = {} if loss is not None else _own_terms(recorded, batch)
+        own = _own_terms(recorded, batch) if loss is None and is_transformers_model(module) else {}
         reading = GraphReader(recorded.recorder, rows, own).read(result)
         return replace(reading, is_ambiguous=rows.is_ambiguous), ""
     except UnreadableLossError as error:
         return Reading(), str(error)
+    except RecursionError:
+        return Reading(), str(refuse("its graph is too deep"))
 
 
 def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
@@ -246,7 +239,8 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     text = refusal or reading.signature()
     # Before numbers are summed: ranks with other terms would add up what does not belong together, or hang.
     may_count = loss is None and takes_count(module)
-    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), may_count, reading.is_ambiguous]
+    has_graph = reading.has_graph or bool(refusal)
+    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), may_count, reading.is_ambiguous, has_graph]
     rows = all_gather_ints([int(fact) for fact in facts])
     _refuse_count(any(row[2] for row in rows))
     if any(row[1] for row in rows):
@@ -254,6 +248,8 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
             return False
         texts = all_gather_json(refusal)
         raise UnreadableLossError(next(text for text in texts if text))
+    if not any(row[5] for row in rows):
+        raise refuse("no rank's loss has a graph: no trainable parameter has a part in it")
     told = [row for row, num_rows in zip(rows, batch.rows or (1,) * len(rows), strict=True) if num_rows]
     if len(rows) > 1 and all(row[4] for row in told):
         raise refuse(
@@ -287,6 +283,10 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     table[dist.get_rank()] = torch.cat([sums, mine, fixed])
     # Every rank calls this, ranks without rows too: the others would wait in the all-reduce. Each fills its own row.
     dist.all_reduce(table)
+    if isinstance(recorded.result, torch.Tensor) and terms[0].root is None:
+        roots: tuple[torch.Tensor, ...] = (recorded.result,)
+    else:
+        roots = tuple(term.root for term in terms if term.root is not None)
     # A dummy row has factors of its own, and does not count.
     ranks = [rank for rank, rows in enumerate(batch.rows) if rows] or list(range(len(table)))
     told = table[ranks, 2 * num_terms :]
@@ -299,9 +299,10 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
         factors=told[0, :num_terms],
         constant=told[0, num_terms],
         differs=(told != told[0]).any(),
-        roots=tuple(term.root for term in terms if term.root is not None) or (recorded.result,),  # type: ignore[arg-type]
+        roots=roots,
         terms=tuple(terms),
         shares=shares,
+        outputs=() if any(root.requires_grad for root in roots) else tuple(leaf for _, leaf in recorded.outputs()),
     )
 
 
