@@ -154,10 +154,12 @@ _ROW_LOCAL = names_of("""
 _SHAPES = names_of("expand expand_as flatten mT repeat_interleave reshape squeeze unflatten unsqueeze view view_as")
 _BY_DIM = names_of("""
     all amax amin any argmax argmin argsort cat concat count_nonzero cummax cummin cumprod cumsum gather index_select
-    log_softmax logsumexp max mean median min nanmean nansum narrow norm normalize prod roll softmax sort
+    log_softmax logsumexp max mean median min nanmean nansum narrow norm normalize prod softmax sort
     stack std sum take_along_dim topk var
 """)
 """Functions that keep rows apart along another dim than the first."""
+_NUMBERS = ("array", "float", "item", "numpy", "tolist")
+"""Functions that take values out of tensors, where they cannot be followed."""
 _PLACE_OF_DIM = {"take_along_dim": 2, "topk": 2, "norm": 2, "normalize": 2}
 """Index of the argument `dim` where it is not the second."""
 
@@ -189,6 +191,8 @@ class Recorder(TorchFunctionMode):
         """Node in the loss function → smallest number of dims, 1 or more, of an operand that is data."""
         self.keeps_nothing = False
         """True where no backward follows: saved tensors are dropped."""
+        self.took_number = False
+        """True if the loss function took a value out of a tensor that depends on several rows."""
         self._data: dict[int, torch.Tensor] = {}
         self._mixed: dict[int, torch.Tensor] = {}
         self.add_data(data)
@@ -234,9 +238,13 @@ class Recorder(TorchFunctionMode):
             return
         if name == "get":  # an attribute
             name = getattr(func.__self__, "__name__", "")
+        self.took_number |= name in _NUMBERS and any(one.ndim or id(one) in self._mixed for one in operands)
         without_graph = [one for one in operands if not one.requires_grad]
         from_mixed = any(id(one) in self._mixed for one in without_graph)
         is_mixed = not _keeps_rows_apart(name, args, kwargs) or any(id(one) in self._mixed for one in operands)
+        if name == "getitem" and isinstance(args[1], torch.Tensor) and args[1].dtype != torch.bool:
+            # Rows in another order; but each row's own entry of a table that is no data.
+            is_mixed |= args[0].requires_grad or id(args[0]) in self._data
         ndims = [one.ndim for one in without_graph if id(one) in self._data and one.ndim]
         for one in [args[0]] if name == "setitem" else _flat((result,)):
             if not isinstance(one, torch.Tensor):

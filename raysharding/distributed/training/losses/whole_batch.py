@@ -202,6 +202,8 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
             return Reading(terms, has_graph=any(total.requires_grad for total, _ in result)), ""
         if not result.requires_grad:
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
+        if recorded.recorder.took_number:
+            raise refuse("it takes a number (item(), tolist(), numpy()) of a tensor that combines this rank's rows")
         own = _own_terms(recorded, batch) if loss is None and is_transformers_model(module) else {}
         reading = GraphReader(recorded.recorder, rows, own).read(result)
         return replace(reading, is_ambiguous=rows.is_ambiguous), ""
