@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -153,7 +153,11 @@ class GraphReader:
             if child is not None:
                 self._walk((child, output), factor * sign)
         if len(node.next_functions) < 2 or any(child is None for child, _ in node.next_functions):
-            self._constant = self._constant + factor * self._constant_of(node, signs)
+            added, own = self._constant_of(node, signs), self._own_terms.get(None)
+            if own is None:
+                self._constant = self._constant + factor * added
+            else:  # it is in the loss with a factor of the model's
+                self._add(None, replace(own, value=torch.as_tensor(added)), factor)
 
     def _constant_of(self, node: Node, signs: tuple[Any, Any]) -> Factor:
         """Return what a node adds to its operand with a gradient."""

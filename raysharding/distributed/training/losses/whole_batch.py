@@ -27,6 +27,7 @@ from raysharding.distributed.training.losses.recording import Recorded, run_reco
 from raysharding.distributed.training.losses.rows import RowCheck, refuse
 from raysharding.errors import UnreadableLossError
 from raysharding.models import is_transformers_model
+from raysharding.tree import leaves
 
 _OWN_TERMS = ("aux_loss", "z_loss")
 """Ends of the names under which mixtures of experts return what they add to their loss."""
@@ -222,13 +223,16 @@ def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
 
 
 def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
-    """Return what a model adds to its loss and returns beside it: each rank's own, averaged by its tokens."""
+    """Return what a model adds to its loss and returns beside it: each rank's own, averaged by its tokens.
+
+    The key is its node; `None` where blocks ran without a graph.
+    """
     ids = batch.kwargs.get("input_ids")
     count = ids.numel() if isinstance(ids, torch.Tensor) else batch.num_rows or 1
     return {
         leaf.grad_fn: Term(path, leaf.grad_fn, leaf.detach().reshape(()), False, count)
-        for path, leaf in recorded.outputs()
-        if leaf.numel() == 1 and path.rstrip("']").endswith(_OWN_TERMS)
+        for path, leaf in leaves(recorded.output)
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and path.rstrip("']").endswith(_OWN_TERMS)
     }
 
 
