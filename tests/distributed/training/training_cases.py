@@ -44,6 +44,17 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def llama_classifier() -> nn.Module:
+    """Takes the scores at the last token by an index; at W=2 a rank has as many rows as there are classes."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, num_labels=3, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForSequenceClassification(config)
+
+
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -211,6 +222,7 @@ CASES = {
     "llama_callable": Case(llama, _inputs(_masked_labels), doubled),
     "t5": Case(t5, _inputs(_masked_labels)),
     "bert_classifier": Case(bert_classifier, _inputs(_classes)),
+    "llama_classifier": Case(llama_classifier, _inputs(_classes)),
     "bert_regression": Case(bert_regression, _inputs(lambda: _floats(NUM_ROWS))),
     "bert_multi_label": Case(bert_multi_label, _inputs(lambda: _floats(NUM_ROWS, 3))),
     "bert_mlm": Case(bert_mlm, _inputs(_masked_labels)),

@@ -50,6 +50,8 @@ _LAYERS = _PRODUCTS | names_of("""
 """)
 SAME_ELEMENTS = _VIEWS | _TRANSPOSITIONS | names_of("Squeeze Unsqueeze Expand ToCopy Clone Alias")
 """Operations that change no value."""
+_OUTPUTS = SAME_ELEMENTS | _ELEMENTWISE | _REDUCTIONS | _ALONG_A_DIM | _PARTS | names_of("Gather Index IndexSelect")
+"""Operations between the last layers of a model and its output."""
 _MAX_NODES = 1000
 _WAY_OUT = "let loss= return (sum over the rank's rows, count), or a list of such pairs; (sum, None) for a sum"
 
@@ -172,16 +174,17 @@ class RowCheck:
             raise refuse(f"{node.name()} in the model multiplies rows with rows, so that each depends on the others")
         shape = shape_of(*edge)
         is_square = len(shape) > 1 and shape[0] == shape[1] == self._num_rows and shape[0] > 1
-        if is_square and not self._ends_in_layers(edge[0], kinds):
+        if is_square and not self._ends_in_layers(edge):
             raise refuse(f"an output of the model of shape {shape} may compare rows with rows ({edge[0].name()})")
 
-    def _ends_in_layers(self, node: Node, kinds: frozenset[str]) -> bool:
+    def _ends_in_layers(self, edge: Edge) -> bool:
         """Return True if a result is that of layers, whose size may happen to be the number of rows."""
-        kind = kind_of(node)
+        node, kind = edge[0], kind_of(edge[0])
         if node in self._recorder.layers or kind in _LAYERS or _is_parameter(node):
             return True
-        children = [child for child, _ in node.next_functions if child is not None]
-        return kind in kinds and bool(children) and all(self._ends_in_layers(child, kinds) for child in children)
+        children = _children(node)
+        is_broadcast = kind in _ELEMENTWISE and all(shape_of(*child) != shape_of(*edge) for child in children)
+        return kind in _OUTPUTS and not is_broadcast and bool(children) and all(map(self._ends_in_layers, children))
 
     def check_pair(self, total: torch.Tensor) -> None:
         """Check a sum, whose rows the caller answers for: it may not compare rows with those of this rank alone.
