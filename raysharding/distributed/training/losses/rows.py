@@ -50,7 +50,7 @@ _LAYERS = _PRODUCTS | names_of("""
 """)
 SAME_ELEMENTS = _VIEWS | _TRANSPOSITIONS | names_of("Squeeze Unsqueeze Expand ToCopy Clone Alias")
 """Operations that change no value."""
-_OUTPUTS = SAME_ELEMENTS | _ELEMENTWISE | _REDUCTIONS | _ALONG_A_DIM | _PARTS | names_of("Gather Index IndexSelect")
+_OUTPUTS = SAME_ELEMENTS | _ELEMENTWISE | _ALONG_A_DIM | _PARTS | names_of("Gather Index IndexSelect")
 """Operations between the last layers of a model and its output."""
 _MAX_NODES = 1000
 _WAY_OUT = "let loss= return (sum over the rank's rows, count), or a list of such pairs; (sum, None) for a sum"
