@@ -342,6 +342,7 @@ READ = {
     "rows in dim 1": Form(lambda o, r: (values(o) - r.target).square().mean(), dim=1),
     "rows in dim 1, cross_entropy": Form(ce, dim=1),
     "rows in dim 1, sums over time": Form(lambda o, r: o.square().sum(0).sqrt().mean(), dim=1),
+    "a cast": Form(lambda o, r: (o.float() - r.chances.float()).square().mean()),
     # Linear combinations.
     "a factor": Form(lambda o, r: 0.3 * ce(o, r)),
     "a quotient": Form(lambda o, r: ce(o, r) / 7),
@@ -495,6 +496,15 @@ REFUSED = {
     "batchmean with the rows in dim 1": Form(
         lambda o, r: F.kl_div(o.log_softmax(-1), r.chances, reduction="batchmean"), dim=1
     ),
+    "a number of several rows": Form(lambda o, r: (o - r.chances.mean().item()).square().mean()),
+    "numbers of all rows": Form(lambda o, r: (o - float(r.chances.numpy().mean())).square().mean()),
+    "rows in another order": Form(lambda o, r: (o - r.chances.flip(0)).square().mean()),
+    "class counts": Form(
+        lambda o, r: F.cross_entropy(
+            o.mean(1), r.classes, weight=1 / (1 + torch.bincount(r.classes.clamp(min=0), minlength=5))
+        )
+    ),
+    "statistics with a graph": Form(lambda o, r: (o - o.mean(0).detach()).square().mean()),
     "exp().mean()": Form(lambda o, r: ce(o, r).exp().mean()),
     "view(1).exp().mean()": Form(lambda o, r: ce(o, r).view(1).exp().mean()),
     "rows + mean": Form(lambda o, r: (o.square().mean((1, 2)) + ce(o, r)).mean()),

@@ -158,7 +158,7 @@ _BY_DIM = names_of("""
     stack std sum take_along_dim topk var
 """)
 """Functions that keep rows apart along another dim than the first."""
-_NUMBERS = ("array", "float", "item", "numpy", "tolist")
+_NUMBERS = ("__array__", "__float__", "item", "numpy", "tolist")
 """Functions that take values out of tensors, where they cannot be followed."""
 _PLACE_OF_DIM = {"take_along_dim": 2, "topk": 2, "norm": 2, "normalize": 2}
 """Index of the argument `dim` where it is not the second."""
@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
             return
         if name == "get":  # an attribute
             name = getattr(func.__self__, "__name__", "")
-        self.took_number |= name in _NUMBERS and any(one.ndim or id(one) in self._mixed for one in operands)
+        self.took_number |= func.__name__ in _NUMBERS and any(one.ndim or id(one) in self._mixed for one in operands)
         without_graph = [one for one in operands if not one.requires_grad]
         from_mixed = any(id(one) in self._mixed for one in without_graph)
         is_mixed = not _keeps_rows_apart(name, args, kwargs) or any(id(one) in self._mixed for one in operands)
