@@ -2,7 +2,7 @@
 
 A loss is a sum of terms, `factor * N / D` on each rank: D is what torch divides by, or a count that the caller returns.
 The loss of the whole batch is the sum over the terms of `factor * sum(N) / sum(D)`, over ranks and accumulated parts.
-Terms and D are read anew in every call; nothing is kept from one call for the next.
+Terms and D are read anew in every call. Kept is only which models' own losses cannot be read, and go by their labels.
 """
 
 from __future__ import annotations
