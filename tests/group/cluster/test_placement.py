@@ -125,6 +125,7 @@ CHOICES = """
 import json, re, sys
 from pathlib import Path
 import ray
+from examples import quickstart
 from raysharding import Placement, PlacementError, ShardedModelGroup
 from raysharding.group.cluster import choose_ranks, cluster_cpus, cluster_gpus
 from tests.forking import runtime_env
@@ -134,7 +135,7 @@ ray.init("local", num_cpus=9, num_gpus=int(sys.argv[1]), include_dashboard=False
 (line,) = re.findall(r"^ *world_size = (.*)$", Path("examples/quickstart.py").read_text(), re.MULTILINE)
 found = {
     name: choose_ranks(None, given, Placement(), cluster_gpus(), cluster_cpus())
-    for name, given in {"default": None, "quickstart": eval(line, {"ray": ray, "device": None})}.items()
+    for name, given in {"default": None, "quickstart": eval(line, {**vars(quickstart), "device": None})}.items()
 }
 for options in (dict(world_size=None), dict(world_size=int(sys.argv[1]) + 1, device="cuda")):
     try:
@@ -155,7 +156,7 @@ def test_what_a_cluster_with_so_many_gpus_gets(num_gpus: int, checkpoint: Path) 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["default"] == ["cuda", num_gpus]
-    assert found["quickstart"] == ["cuda", min(num_gpus, 2)]
+    assert found["quickstart"] == ["cuda", min(num_gpus, 4)]
     # The GPUs are there for Ray, but not for this machine's torch.
     assert "knows no GPU" in found["None"]
     assert f"PlacementError: {num_gpus + 1} ranks need 1 CPU, 1 GPU each" in found[str(num_gpus + 1)]
