@@ -51,11 +51,8 @@ class Accumulation:
         self.counts: torch.Tensor | None = None
         """Counts of the terms over all passes, fp64, if they are known before the first backward."""
         self._names: tuple[str, ...] = ()
-        self._is_sum: list[bool] = []
-        self._sums: list[float] = []
-        self._counts: list[float] = []
-        self._first: list[float] = []
-        self._fixed: list[float] = []
+        # fp64, on the CPU. One a term, but for `_fixed`, which ends with the constant.
+        self._is_sum = self._sums = self._counts = self._first = self._fixed = torch.zeros(0, dtype=torch.float64)
 
     def scales(self, loss: BatchLoss) -> torch.Tensor:
         """Return the factor of each term's gradient in the next backward: of this rank's N.
@@ -64,18 +61,16 @@ class Accumulation:
             ValueError: On every rank, if the terms are not those of earlier passes.
         """
         self._check_names(loss)
-        counts = loss.counts
-        if self.counts is not None:
-            counts = self.counts
-        elif any(self._first):
-            first = torch.tensor(self._first, dtype=counts.dtype, device=counts.device)
+        counts = loss.counts if self.counts is None else self.counts
+        if self.counts is None and self.num_passes:
+            first = self._first.to(counts.device, non_blocking=True)
             counts = torch.where(first > 0, first, counts)
         # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
         divisor = torch.where(loss.is_sum, 1.0, counts)
         return torch.where(divisor > 0, dist.get_world_size() / divisor, 0.0)
 
     def _check_names(self, loss: BatchLoss) -> None:
-        if self._names and loss.names != self._names:
+        if self.num_passes and loss.names != self._names:
             raise ValueError(
                 f"the terms of this batch's loss are {', '.join(loss.names)}, those of the batches before it "
                 f"{', '.join(self._names)}: one update, or evaluation, needs the same terms; call optim_step or "
@@ -95,44 +90,44 @@ class Accumulation:
             ValueError: On every rank, if factors or constants differ over the ranks or passes, or a count is negative.
         """
         self._check_names(loss)
-        flags = torch.stack([loss.differs.double(), *loss.is_sum.double()])
+        told = [loss.differs[None], loss.is_sum, loss.sums, loss.counts, loss.factors, loss.constant[None]]
         # Behind the backward: one wait for the device in a pass.
-        found = to_host(torch.cat([flags, loss.sums, loss.counts, loss.factors, loss.constant[None]])).tolist()
-        num_terms, differs = len(loss.names), found[0]
-        is_sum, sums, counts = (found[1 + index * num_terms :][:num_terms] for index in range(3))
-        fixed = found[1 + 3 * num_terms :]
-        if differs or (self._fixed and fixed != self._fixed):
+        found, num_terms = to_host(torch.cat(told)), len(loss.names)
+        differs, is_sum, sums, counts, fixed = found.split([1, num_terms, num_terms, num_terms, num_terms + 1])
+        if differs or (self.num_passes and not torch.equal(fixed, self._fixed)):
             where = "over the ranks" if differs else "between the parts of one update"
             raise ValueError(
                 f"a factor or a constant of the loss differs {where}, so it was made from some rows: let loss= return "
                 "(sum, count) pairs that it is in"
             )
-        if not all(count >= 0 for count in counts):
-            raise ValueError(f"the counts that the loss returned add up to {min(counts):g}; a count is 0 or more")
-        self._is_sum = [bool(one) for one in is_sum]
-        told = list(zip(loss.names, sums, counts, is_sum, strict=True))
-        empty = [name for name, _, count, one in told if not (count or one)]
+        if not (counts >= 0).all():
+            raise ValueError(f"the counts that the loss returned add up to {counts.min():g}; a count is 0 or more")
+        self._names, self._is_sum, self._fixed = loss.names, is_sum > 0, fixed
+        empty = self._empty(counts)
         # What is summed without a count (labels of weight 0, smoothed) would be missing from the gradients.
-        if empty and (not may_be_empty or any(total for _, total, count, one in told if not (count or one))):
+        if empty and (not may_be_empty or sums[(counts == 0) & (is_sum == 0)].any()):
             raise EmptyBatchError(f"nothing counts in {', '.join(empty)} of this batch, on any rank; skip this batch")
-        before = self._counts or [0.0] * num_terms
-        self._names, self._fixed = loss.names, fixed
-        self._first = [old or new for old, new in zip(self._first or before, counts, strict=True)]
-        self._sums = [old + new for old, new in zip(self._sums or [0.0] * num_terms, sums, strict=True)]
-        self._counts = [old + new for old, new in zip(before, counts, strict=True)]
+        if self.num_passes:
+            self._first = torch.where(self._first > 0, self._first, counts)
+            self._sums, self._counts = self._sums + sums, self._counts + counts
+        else:
+            self._first, self._sums, self._counts = counts, sums, counts
         self.num_passes += 1
         self.is_reduced = is_reduced
         return self._loss(sums, counts)
 
     def loss(self) -> float:
         """Return the loss over all passes; NaN without counted items."""
-        return self._loss(self._sums, self._counts)
+        return self._loss(self._sums, self._counts) if self.num_passes else math.nan
 
-    def _loss(self, sums: Sequence[float], counts: Sequence[float]) -> float:
-        *factors, constant = self._fixed or [0.0]
-        parts = zip(factors, sums, counts, self._is_sum, strict=True)
-        means = [factor * (total if one else total / (count or math.nan)) for factor, total, count, one in parts]
-        return sum(means, constant) if means else math.nan
+    def _empty(self, counts: torch.Tensor) -> list[str]:
+        """Return the names of the means with a count of 0."""
+        told = zip(self._names, counts, self._is_sum, strict=True)
+        return [name for name, count, is_sum in told if not (count or is_sum)]
+
+    def _loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+        means = torch.where(self._is_sum, sums, sums / counts.where(counts > 0, math.nan))
+        return float((self._fixed[:-1] * means).sum() + self._fixed[-1])
 
     def _last_scale(self) -> float:
         """Return what all gradients are to be multiplied by.
@@ -142,14 +137,13 @@ class Accumulation:
         """
         if self.counts is not None:
             return 1.0
-        parts = zip(self._first, self._counts, self._is_sum, strict=True)
-        scales = [1.0 if one else first / count for first, count, one in parts if one or count]
-        if scales and max(scales) - min(scales) > _SAME_RATIO:
+        scales = torch.where(self._is_sum, 1.0, self._first / self._counts)[self._is_sum | (self._counts > 0)]
+        if len(scales) and scales.max() - scales.min() > _SAME_RATIO:
             raise ValueError(
                 f"the loss has terms with counts of their own ({', '.join(self._names)}), whose ratio is not the same "
                 "in all batches of this update: call train_step(gradient_accumulation_steps=), which counts them first"
             )
-        return scales[0] if scales else 1.0
+        return float(scales[0]) if len(scales) else 1.0
 
     def check_ratio(self) -> None:
         """Raise ValueError on every rank if no factor of all gradients makes them those of one batch."""
@@ -166,9 +160,7 @@ class Accumulation:
             raise ValueError(
                 "the gradients were not reduced: the last forward_backward before optim_step must have sync=True"
             )
-        parts = zip(self._names, self._counts, self._is_sum, strict=True)
-        empty = [name for name, count, is_sum in parts if not (count or is_sum)]
-        if empty:
+        if empty := self._empty(self._counts):
             raise EmptyBatchError(
                 f"nothing counts in {', '.join(empty)} in any of the accumulated batches, on any rank"
             )

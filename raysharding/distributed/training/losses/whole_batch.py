@@ -277,8 +277,8 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     """Sum what this rank has read over all ranks; collective."""
     terms, num_terms = reading.terms, len(reading.terms)
     mine = _vector([0.0 if batch.is_dummy or term.count is None else term.count for term in terms], device)
-    is_sum = torch.tensor([term.count is None for term in terms], device=device)
-    is_total = torch.tensor([term.is_total for term in terms], device=device)
+    is_sum = _vector([term.count is None for term in terms], device) > 0
+    is_total = _vector([term.is_total for term in terms], device) > 0
     values = _vector([term.value for term in terms], device)
     # A sum of what does not count may still be a number; a dummy row, and the NaN of a mean over nothing, add nothing.
     adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
@@ -294,17 +294,17 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     else:
         roots = tuple(term.root for term in terms if term.root is not None)
     # A dummy row has factors of its own, and does not count.
-    ranks = [rank for rank, rows in enumerate(batch.rows) if rows] or list(range(len(table)))
-    told = table[ranks, 2 * num_terms :]
+    counting = batch.rows if any(batch.rows) else (1,) * len(table)
+    told = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
     return BatchLoss(
         output=None if recorded.with_backward else recorded.output,
         names=tuple(term.name for term in terms),
         is_sum=is_sum,
         sums=table[:, :num_terms].sum(0),
         counts=table[:, num_terms : 2 * num_terms].sum(0),
-        factors=told[0, :num_terms],
-        constant=told[0, num_terms],
-        differs=(told != told[0]).any(),
+        factors=told[0][:num_terms],
+        constant=told[0][num_terms],
+        differs=(torch.stack(told) != told[0]).any(),
         roots=roots,
         terms=tuple(terms),
         shares=shares,
@@ -314,10 +314,12 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
 
 def _vector(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Return numbers and 0-dim tensors as one fp64 tensor, without a wait for the device."""
-    numbers = [isinstance(value, torch.Tensor) for value in values]
-    if not any(numbers):
-        return torch.tensor(values, dtype=torch.float64, device=device)
-    parts = [torch.as_tensor(value).detach().to(device, torch.float64).reshape(()) for value in values]
+    parts = [
+        value.detach().to(device, torch.float64, non_blocking=True).reshape(())
+        if isinstance(value, torch.Tensor)
+        else torch.full((), value, dtype=torch.float64, device=device)  # a copy from the host would wait
+        for value in values
+    ]
     return torch.stack(parts)
 
 
