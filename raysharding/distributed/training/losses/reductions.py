@@ -114,20 +114,16 @@ class _Rule:
 
 
 _PAIR = ("target",)
+_BY_ELEMENTS = (
+    F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
+    F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss,
+)  # fmt: skip
 _RULES: Mapping[Any, _Rule] = {
     F.cross_entropy: _Rule(_classes),
     F.nll_loss: _Rule(_classes),
     F.mse_loss: _Rule(_elements, same_shape=_PAIR),
     F.l1_loss: _Rule(_elements, same_shape=_PAIR),
-    F.smooth_l1_loss: _Rule(_numbers, same_shape=_PAIR),
-    F.huber_loss: _Rule(_numbers, same_shape=_PAIR),
-    F.binary_cross_entropy: _Rule(_numbers, same_shape=_PAIR),
-    F.binary_cross_entropy_with_logits: _Rule(_numbers, same_shape=_PAIR),
-    F.kl_div: _Rule(_numbers, same_shape=_PAIR),
-    F.poisson_nll_loss: _Rule(_numbers, same_shape=_PAIR),
-    F.gaussian_nll_loss: _Rule(_numbers, same_shape=_PAIR),
-    F.soft_margin_loss: _Rule(_numbers, same_shape=_PAIR),
-    F.hinge_embedding_loss: _Rule(_numbers, same_shape=_PAIR),
+    **dict.fromkeys(_BY_ELEMENTS, _Rule(_numbers, same_shape=_PAIR)),
     F.margin_ranking_loss: _Rule(_numbers, same_shape=("input2", "target")),
     F.multilabel_soft_margin_loss: _Rule(_positions, (-1,), _PAIR),
     F.multilabel_margin_loss: _Rule(_positions, (-1,), _PAIR),
