@@ -189,6 +189,8 @@ class RankBatch:
     """Longest wait for the value of an `ObjectRef`, in seconds; `None`: no rank's arguments have one."""
     rows_per_item: int = 1
     """Number of consecutive rows that belong together; see `Split`."""
+    is_replicated: bool = False
+    """True if the call has neither `Split` nor `PerRank`: every rank computes the same."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -398,6 +400,7 @@ def deal(
     per_item = _rows_per_item(splits, counts)
     rows = split_rows(next(iter(counts.values())), world_size, per_item) if counts else ()
     _check_whole(found, [split.dim for split in splits.values()], sum(rows), positions)
+    is_replicated = not any(isinstance(leaf, Split | PerRank) for _, _, leaf in found)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
     args = [_map_marks(_value_of, value, Same) for value in args]
@@ -415,6 +418,7 @@ def deal(
                 rows=rows,
                 dim=dim,
                 rows_per_item=per_item,
+                is_replicated=is_replicated,
             )
         )
     return batches

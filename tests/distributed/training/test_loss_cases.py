@@ -454,6 +454,21 @@ def images_beside_text() -> None:
         run.step(parts[dist.get_rank()], loss, whole)
 
 
+def the_same_rows_on_every_rank() -> None:
+    """A sum counts once in a call without `Split`; each rank's, with `PerRank`."""
+
+    def loss(output: torch.Tensor, labels: torch.Tensor) -> Any:
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), None
+
+    columns, size = {"tokens": tokens(3, 0), "labels": tokens(3, 1) % CLASSES}, dist.get_world_size()
+    run, rest = Run(), {"labels": columns["labels"]}
+    run.step(deal((), columns, size)[dist.get_rank()], loss, partial(_of_scores, loss, columns["tokens"], rest))
+    marked = {name: PerRank([value] * size) for name, value in columns.items()}
+    rest = {"labels": torch.cat([columns["labels"]] * size)}
+    whole = partial(_of_scores, loss, torch.cat([columns["tokens"]] * size), rest)
+    run.step(deal((), marked, size)[dist.get_rank()], loss, whole)
+
+
 CASES: dict[str, Callable[[], None]] = {
     job.__name__: job
     for job in (
@@ -471,6 +486,7 @@ CASES: dict[str, Callable[[], None]] = {
         preferences,
         rows_of_each_rank,
         images_beside_text,
+        the_same_rows_on_every_rank,
     )
 }
 

@@ -283,6 +283,8 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     # A sum of what does not count may still be a number; a dummy row, and the NaN of a mean over nothing, add nothing.
     adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
     shares = torch.where(adds, torch.where(is_total, 1.0, mine), 0.0)
+    if batch.is_replicated:  # a sum counts once; counts cancel out
+        shares = shares / dist.get_world_size()
     sums = torch.where(adds, values * shares, 0.0)
     fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
     table = torch.zeros(dist.get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
