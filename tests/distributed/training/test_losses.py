@@ -10,7 +10,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.forward import Forwarding
+from raysharding.distributed.training.losses.recording import run_recorded
 from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
 from raysharding.errors import UnreadableLossError
 from tests.distributed.training.loss_expressions import composed, evaluated
@@ -425,3 +428,31 @@ def test_losses_composed_at_random() -> None:
 @pytest.mark.parametrize(("world_size", "num_cases"), [(1, 300), (2, 1000), (3, 700)])
 def test_many_losses_composed_at_random(world_size: int, num_cases: int) -> None:
     judge(run_ranks(world_size, compare_many, num_cases, world_size, timeout_s=280))
+
+
+class Counting(nn.Module):
+    """A model that is not transformers', which counts the activations that are alive at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.num_alive = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for layer in self.layers:
+            for function in (layer, partial(torch.mul, other=2), torch.sin):
+                x = function(x)
+                made.append(ref(x))
+        self.num_alive = sum(one() is not None for one in made)
+        return x
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_following_rows_keeps_no_activations(with_backward: bool) -> None:
+    model, x = Counting(), torch.rand(3, 4)
+    with torch.set_grad_enabled(with_backward):
+        model(x)
+        num_alive = model.num_alive
+        run_recorded(model, (x,), {"target": x}, nn.functional.mse_loss, with_backward=with_backward)
+    assert model.num_alive == num_alive == (10 if with_backward else 1)

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,20 @@ _PLACE_OF_DIM = {"take_along_dim": 2, "topk": 2, "norm": 2, "normalize": 2}
 """Index of the argument `dim` where it is not the second."""
 
 
+class _Tensors:
+    """A set of tensors, by identity; it keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, ref[torch.Tensor]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._refs[id(tensor)] = ref(tensor)
+
+    def __contains__(self, value: object) -> bool:
+        found = self._refs.get(id(value))  # an id may be another tensor's by now
+        return found is not None and found() is value
+
+
 class Recorder(TorchFunctionMode):
     """Notes the loss functions that run while it is active, and the values that the graph does not keep.
 
@@ -181,7 +196,8 @@ class Recorder(TorchFunctionMode):
         self.operands: dict[Node, tuple[str, tuple[Any, ...]]] = {}
         """Node of a result of one element → name of the function, and its arguments."""
         self.layers: dict[Node, torch.Tensor | None] = {}
-        """Node of a product with a parameter, even a frozen one → its input; of an FSDP block's output → `None`."""
+        """Node of a product with a parameter, even a frozen one → its input; `None` in the model, and for the output of
+        an FSDP block."""
         self.with_mixed: set[Node] = set()
         """Nodes that have an operand without gradient which the loss function made by combining rows."""
         self.data_ndim: dict[Node, int] = {}
@@ -190,8 +206,7 @@ class Recorder(TorchFunctionMode):
         """True where no backward follows: saved tensors are dropped."""
         self.took_number = False
         """True if the loss function took a value out of a tensor that depends on several rows."""
-        self._data: dict[int, torch.Tensor] = {}
-        self._mixed: dict[int, torch.Tensor] = {}
+        self._data, self._mixed = _Tensors(), _Tensors()
         self.add_data(data)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,20 +214,18 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # else the compiler gives up on what it cannot trace, for good
             return func(*args, **kwargs)
-        rule = _RULES.get(func)
-        if rule is not None:
-            return self._reduce(func, rule, args, kwargs)
+        if func in _RULES:
+            return self._reduce(func, _RULES[func], args, kwargs)
         name = func.__name__.strip("_")
         # `total += loss` changes its operand.
         noted = tuple(map(_copied, args)) if name in ADDITIONS else args
         result = func(*args, **kwargs)
-        operands = (*args, *kwargs.values())
-        if not self.in_model or self._follows_model:
+        if self._follows_model or not self.in_model:
             self._follow_data(func, name, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
-        if name in _PRODUCTS and any(self._is_constant(one) for one in operands[1:]):
-            self.layers[result.grad_fn] = args[0]
+        if name in _PRODUCTS and any(self._is_constant(one) for one in (*args[1:], *kwargs.values())):
+            self.layers[result.grad_fn] = None if self.in_model else args[0]
         if result.numel() == 1:
             self.operands[result.grad_fn] = (name, noted)
             if name == "mean":  # a copy: the caller may change it in place
@@ -221,37 +234,39 @@ class Recorder(TorchFunctionMode):
 
     def add_data(self, tensors: Iterable[torch.Tensor]) -> None:
         """Follow more tensors that hold rows; those with a gradient are followed anyway."""
-        self._data |= {id(one): one for one in tensors if not one.requires_grad}
+        for one in tensors:
+            if not one.requires_grad:
+                self._data.add(one)
 
     def _is_constant(self, value: Any) -> bool:
         """Return True for a parameter, and in the loss function for a tensor without gradient that is no data."""
-        is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._data
+        is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and value not in self._data
         return isinstance(value, nn.Parameter) or (is_tensor and not self.in_model)
 
     def _follow_data(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note results that depend on data, those that depend on several rows, and the nodes made with them."""
-        operands = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, torch.Tensor)]
-        if not self._data or not any(one.requires_grad or id(one) in self._data for one in operands):
+        operands = _tensors((*args, *kwargs.values()))
+        data = [one for one in operands if not one.requires_grad and one in self._data]
+        if not data and not any(one.requires_grad for one in operands):
             return
         if name == "get":  # an attribute
             name = getattr(func.__self__, "__name__", "")
-        self.took_number |= func.__name__ in _NUMBERS and any(one.ndim or id(one) in self._mixed for one in operands)
-        without_graph = [one for one in operands if not one.requires_grad]
-        from_mixed = any(id(one) in self._mixed for one in without_graph)
-        is_mixed = not _keeps_rows_apart(name, args, kwargs) or any(id(one) in self._mixed for one in operands)
+        mixed = [one for one in operands if one in self._mixed]
+        self.took_number |= func.__name__ in _NUMBERS and bool(mixed or any(one.ndim for one in operands))
+        is_mixed = bool(mixed) or not _keeps_rows_apart(name, args, kwargs)
         if name == "getitem" and isinstance(args[1], torch.Tensor) and args[1].dtype != torch.bool:
             # Rows in another order; but each row's own entry of a table that is no data.
-            is_mixed |= args[0].requires_grad or id(args[0]) in self._data
-        ndims = [one.ndim for one in without_graph if id(one) in self._data and one.ndim]
-        for one in [args[0]] if name == "setitem" else _flat((result,)):
-            if not isinstance(one, torch.Tensor):
-                continue
-            self._mixed |= {id(one): one} if is_mixed else {}  # kept, so that no other gets its id
+            is_mixed |= args[0].requires_grad or args[0] in self._data
+        for one in [args[0]] if name == "setitem" else _tensors((result,)):
+            if is_mixed:
+                self._mixed.add(one)
             if one.grad_fn is None:
-                self._data[id(one)] = one
-            else:
-                self.with_mixed |= {one.grad_fn} if from_mixed else set()
-                self.data_ndim |= {one.grad_fn: min(ndims)} if ndims else {}
+                self._data.add(one)
+                continue
+            if not all(other.requires_grad for other in mixed):
+                self.with_mixed.add(one.grad_fn)
+            if ndims := [other.ndim for other in data if other.ndim]:
+                self.data_ndim[one.grad_fn] = min(ndims)
 
     def _reduce(self, func: Any, rule: _Rule, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
@@ -276,7 +291,7 @@ class Recorder(TorchFunctionMode):
             result = total / count
             call["reduction"] = reduction
         if reduction != "none":
-            self._mixed[id(result)] = result
+            self._mixed.add(result)
         if result.grad_fn is None:
             return result
         self.reductions[result.grad_fn] = Reduction(
@@ -311,8 +326,15 @@ def _copied(value: Any) -> Any:
     return value.clone() if is_number else value
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
-    return [item for value in values for item in (_flat(value) if isinstance(value, tuple | list) else [value])]
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values, and in lists and tuples of them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
 
 
 def _keeps_rows_apart(name: str, args: Any, kwargs: Any) -> bool:
@@ -328,7 +350,7 @@ def _keeps_rows_apart(name: str, args: Any, kwargs: Any) -> bool:
         place = _PLACE_OF_DIM.get(name, 1)
         dims = kwargs.get("dim", args[place] if len(args) > place else None)
         found = dims if isinstance(dims, tuple | list) else [dims]
-        ndims = [one.ndim for one in _flat((first,)) if isinstance(one, torch.Tensor)]
+        ndims = [one.ndim for one in _tensors((first,))]
         return bool(ndims) and all(isinstance(dim, int) and dim not in (0, -ndims[0]) for dim in found)
     return name in _ROW_LOCAL or name in _SHAPES
 
@@ -338,8 +360,8 @@ def _rows_of_first(call: Arguments) -> int:
     return int(first.shape[0]) if first.ndim else 1
 
 
-def _problem(name: str, rule: _Rule, call: Arguments, mixed: Mapping[int, torch.Tensor]) -> str:
-    if any(isinstance(one, torch.Tensor) and not one.requires_grad and id(one) in mixed for one in call.values()):
+def _problem(name: str, rule: _Rule, call: Arguments, mixed: _Tensors) -> str:
+    if any(isinstance(one, torch.Tensor) and not one.requires_grad and one in mixed for one in call.values()):
         return f"{name} has an argument that the loss function made by combining this rank's rows"
     if call["reduction"] == "sum" and not rule.sums:
         return f"{name}(reduction='sum') is a sum"
