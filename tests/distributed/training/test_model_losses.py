@@ -1,0 +1,86 @@
+"""Losses of transformers' own classes: which are read, go by the count of labels, or are refused.
+
+`python -m tests.distributed.training.model_losses` examines all classes, for docs/pages/model-losses.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+from tests.distributed.training.model_losses import compare, examine_all, prepared
+from tests.models.architectures import ARCHITECTURES
+from tests.spawn import run_ranks
+
+pytest.importorskip("transformers")
+
+READ = ("read", "cross_entropy")
+TWICE = ("read", "cross_entropy + cross_entropy")
+ROUTED = ("own term", "cross_entropy + aux_loss")
+COMPARED = ("refused", "MmBackward0 in the model multiplies rows with rows, so that each depends on the others")
+MATCHED = ("refused", "SumBackward0 is a sum, and whether it is then divided by a count nobody can tell")
+KINDS = {
+    "BertForPreTraining": TWICE,
+    "BertForSequenceClassification": READ,
+    "BertForSequenceClassification (multi_label)": ("read", "binary_cross_entropy_with_logits"),
+    "BertForSequenceClassification (regression)": ("read", "mse_loss"),
+    "CLIPModel": COMPARED,
+    "DebertaForMaskedLM": READ,
+    "DetrForObjectDetection": MATCHED,
+    "LlamaForQuestionAnswering": TWICE,
+    "MixtralForCausalLM": READ,
+    "MixtralForCausalLM + output_router_logits": ROUTED,
+    "MobileBertForMaskedLM": READ,
+    "Wav2Vec2ForCTC": ("read", "ctc_loss"),
+    "Wav2Vec2ForPreTraining": ("refused", "cross_entropy(reduction='sum') is a sum"),
+}
+MORE = {
+    **dict.fromkeys((one.model for one in ARCHITECTURES.values()), READ),
+    "CLIPModel": COMPARED,
+    "MixtralForCausalLM + output_router_logits": ROUTED,
+    "Qwen3MoeForCausalLM + output_router_logits": ROUTED,
+}
+
+
+def examine(cases: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    found = examine_all(sorted({case.split(" ")[0] for case in cases}))
+    return {one.case: (one.result, one.told) for one in found}
+
+
+@pytest.mark.timeout(90)
+def test_a_class_of_each_kind() -> None:
+    assert examine(KINDS) == KINDS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_the_zoo() -> None:
+    assert examine(MORE) == MORE
+
+
+def by_hand() -> list[tuple[str, str]]:
+    from transformers import LlamaForCausalLM
+
+    class WithAuxLoss(LlamaForCausalLM):
+        """Its `aux_loss` is a mean over other tokens than the rest of its loss."""
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **kwargs: Any) -> Any:
+            output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+            shown = input_ids.masked_fill(attention_mask == 0, -100)
+            output["aux_loss"] = F.cross_entropy(output.logits.mT, shown)
+            output["loss"] = output.loss + 0.5 * output["aux_loss"]
+            return output
+
+    model, batch = prepared("LlamaForCausalLM")
+    compiled = compare(model, batch, backend="eager")
+    model.__class__ = WithAuxLoss
+    return [compiled, compare(model, batch)]
+
+
+@pytest.mark.timeout(90)
+def test_a_compiled_model_and_an_ordinary_term_called_aux_loss() -> None:
+    for found in run_ranks(2, by_hand, timeout_s=80):
+        assert found == [("by the count", "labels"), TWICE]
