@@ -12,14 +12,13 @@ from tests.models.architectures import ARCHITECTURES, Architecture
 
 MAX_PARAMETERS = 30_000_000
 NUM_LABELS = 3
-IMAGE, VIDEO, AUDIO = 5, 4, 6
 _TOKENS = {"pad": 0, "bos": 1, "cls": 1, "decoder_start": 1, "forced_bos": 1, "eos": 2, "sep": 2, "forced_eos": 2}
-_TOKENS |= {"image": IMAGE, "video": VIDEO, "audio": AUDIO, "vision_start": 7, "vision_end": 8}
+_TOKENS |= {"video": 4, "image": 5, "audio": 6, "vision_start": 7, "vision_end": 8}
 FIRST_WORD = 10
 """The tokens before it have a meaning of their own."""
 
 _NAMES = {
-    1: "topk_group n_shared_experts",
+    1: "topk_group n_shared_experts encoder_sparse_step decoder_sparse_step",
     2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers depth n_group "
     "num_encoder_layers num_blocks num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk "
     "decoder_num_hidden_layers",
@@ -34,7 +33,8 @@ _NAMES = {
     16: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size codebook_size "
     "expert_ffn_hidden_size bottleneck_size entity_vocab_size entity_emb_size",
     32: "hidden_size d_model n_embd dim embed_dim embedding_size emb_dim width word_embed_proj_dim hidden_dim "
-    "lru_width decoder_hidden_size projection_dim pooler_hidden_size image_size",
+    "lru_width decoder_hidden_size projection_dim pooler_hidden_size image_size "
+    "out_hidden_size",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner n_inner ffn_hidden_size mlp_dim "
     "dim_feedforward feed_forward_size mlp_hidden_size decoder_intermediate_size",
     64: "vocab_size text_vocab_size audio_vocab_size max_position_embeddings n_positions max_source_positions "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.models.tiny import AUDIO, FIRST_WORD, IMAGE, NUM_LABELS
+from tests.models.tiny import FIRST_WORD, NUM_LABELS
 
 NUM_ROWS, LENGTH, VOCAB = 7, 12, 64
 Batch = dict[str, Any]
@@ -41,7 +41,7 @@ def _rows(*row: int) -> torch.Tensor:
 
 
 def _inputs(model: Any, taken: set[str]) -> Iterator[Batch]:
-    seen = [*_images(model.config, taken), *_sounds(model.config, taken), *_series(model.config, taken)]
+    seen = [*_images(model.config, taken), *_sounds(model.config, taken)]
     if "input_ids" not in taken:
         yield from seen
         return
@@ -70,24 +70,23 @@ def _text(model: Any) -> Batch:
 
 def _beside(model: Any, text: Batch, other: Batch) -> Batch:
     """Return text behind as many placeholders as the model makes of a row's image or sound."""
-    kind, token = ("image", IMAGE) if "pixel_values" in other else ("audio", AUDIO)
+    kind = "image" if "pixel_values" in other else "audio"
+    tokens = [getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index")]
+    token = next((one for one in tokens if one is not None), None)
     features = getattr(model, f"get_{kind}_features", None)
-    if features is None:
+    if features is None or token is None:
         return text | other
     known = set(inspect.signature(features).parameters)
     with torch.no_grad():
         found = features(**{key: value for key, value in other.items() if key in known})
     found = getattr(found, "pooler_output", found)
     parts = list(found) if isinstance(found, list | tuple) else [found]
-    if not hasattr(model.config, f"{kind}_token_id") and not hasattr(model.config, f"{kind}_token_index"):
-        return text | other
     count = sum(part.numel() for part in parts) // parts[0].shape[-1] // NUM_ROWS
     places = _rows(7, *[token] * count, 8)
     ids = torch.cat([places, text["input_ids"]], 1)
-    more = {"attention_mask": torch.cat([torch.ones_like(places), text["attention_mask"]], 1)}
-    return text | other | more | {"input_ids": ids} | dict.fromkeys(
-        ("mm_token_type_ids", "token_type_ids"), (ids == token).long()
-    )  # fmt: skip
+    mask = torch.cat([torch.ones_like(places), text["attention_mask"]], 1)
+    kinds = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == token).long())
+    return text | other | kinds | {"input_ids": ids, "attention_mask": mask}
 
 
 def _images(config: Any, taken: set[str]) -> Iterator[Batch]:
@@ -103,10 +102,11 @@ def _images(config: Any, taken: set[str]) -> Iterator[Batch]:
         depth = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
         yield {"pixel_values": _floats(NUM_ROWS * 16, depth), "image_grid_thw": _rows(1, 4, 4)}
         return
-    for one in dict.fromkeys((size, 64)):
-        yield {"pixel_values": _floats(NUM_ROWS, channels, one, one), "image_sizes": _rows(one, one)}
     frames = getattr(config, "num_frames", 1)  # of a video; or some images for each row
-    yield {"pixel_values": _floats(NUM_ROWS, frames, channels, size, size), "image_sizes": _rows(size, size)}
+    for shape in (channels, size, size), (channels, 64, 64), (frames, channels, size, size):
+        yield {"pixel_values": _floats(NUM_ROWS, *shape)}
+    if "image_sizes" in taken:
+        yield {"pixel_values": _floats(NUM_ROWS, channels, size, size), "image_sizes": _rows(size, size)}
 
 
 def _sounds(config: Any, taken: set[str]) -> Iterator[Batch]:
@@ -123,12 +123,6 @@ def _sounds(config: Any, taken: set[str]) -> Iterator[Batch]:
         yield {"input_features": _floats(NUM_ROWS, steps, getattr(audio, "input_feat_per_channel", bins))}
 
 
-def _series(config: Any, taken: set[str]) -> Iterator[Batch]:
-    if "past_values" in taken and hasattr(config, "num_input_channels"):
-        past = _floats(NUM_ROWS, config.context_length, config.num_input_channels)
-        yield {"past_values": past, "observed_mask": torch.ones_like(past)}
-
-
 def _labels(model: Any, taken: set[str], inputs: Batch) -> Iterator[Batch]:
     name, rows = type(model).__name__, torch.arange(NUM_ROWS)
     if "start_positions" in taken:
@@ -139,26 +133,13 @@ def _labels(model: Any, taken: set[str], inputs: Batch) -> Iterator[Batch]:
         masks = [(torch.arange(32) < 4 + row).float().expand(1 + row % 3, 32, 32).clone() for row in range(NUM_ROWS)]
         yield {"mask_labels": masks, "class_labels": [torch.arange(len(one)) for one in masks]}
     elif "labels" in taken:
-        yield from ({"labels": one, **_more(rows, taken)} for one in _named_labels(name, model, inputs))
-    elif "bool_masked_pos" in taken:
-        for patches in (16, 4, 64):
-            yield {"bool_masked_pos": torch.arange(patches) < rows[:, None] % (patches // 2) + 1}
+        names = ("next_sentence_label", "sentence_order_label", "mc_labels")
+        yield from ({"labels": one} | dict.fromkeys(names, rows % 2) for one in _named_labels(name, model, inputs))
     elif "sampled_negative_indices" in taken:
         times = torch.arange(14) < rows[:, None] + 3
         yield {"mask_time_indices": times, "sampled_negative_indices": _ids(NUM_ROWS, 14, 5) % 3}
-    elif "target_values" in taken:
-        outputs = getattr(model.config, "num_targets", NUM_LABELS)
-        targets = rows % 2, _floats(NUM_ROWS, outputs)
-        yield from ({"target_values": one} for one in (reversed(targets) if "Regression" in name else targets))
-    elif "future_values" in taken and hasattr(model.config, "num_input_channels"):
-        yield {"future_values": _floats(NUM_ROWS, model.config.prediction_length, model.config.num_input_channels)}
     else:
         yield {"return_loss": True}
-
-
-def _more(rows: torch.Tensor, taken: set[str]) -> Batch:
-    names = ("next_sentence_label", "sentence_order_label", "mc_labels")
-    return {key: rows % 2 for key in names if key in taken}
 
 
 def _named_labels(name: str, model: Any, inputs: Batch) -> list[Any]:

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,7 @@ CLASS_S = 40.0
 NUM_TRIES = 12
 NUM_CLASSES = 150
 """Classes that one pair of processes examines: their modules stay imported."""
-_LABELS = {"labels", "start_positions", "return_loss", "future_values", "target_values", "mask_labels"}
-_LABELS |= {"bool_masked_pos", "sampled_negative_indices"}
+_LABELS = {"labels", "start_positions", "return_loss", "mask_labels", "sampled_negative_indices"}
 _OWN = re.compile(r"(aux|z)_loss\W*$")
 
 
@@ -170,21 +170,20 @@ def _own_terms(model: Any, batch: Batch, loss: Any) -> str:
 
 
 def _add_router_loss(model: Any, adds: bool) -> None:
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        config.output_router_logits = adds
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "output_router_logits"):
+            module.config.output_router_logits = adds
 
 
 def _variants(name: str, model: Any, batch: Batch) -> Iterator[tuple[str, Batch]]:
     """Yield a class's cases; the model's configuration is that of each."""
     yield name, batch
-    if name.endswith("ForSequenceClassification") and hasattr(model.config, "problem_type"):
+    if name.endswith("ForSequenceClassification"):
         labels = torch.eye(model.config.num_labels)[torch.arange(NUM_ROWS) % 2]
         for kind in ("multi_label_classification", "regression"):
             model.config.problem_type = kind
             yield f"{name} ({kind.split('_c')[0]})", {**batch, "labels": labels}
-    elif re.search("ForCausalLM|Generation", name) and hasattr(
-        model.config.get_text_config(decoder=True), "output_router_logits"
-    ):
+    else:
         _add_router_loss(model, True)
         yield f"{name} + output_router_logits", batch
 
@@ -195,7 +194,7 @@ def examine(name: str) -> Iterator[Found]:
 
     yield Found(name, "not made", f"takes more than {CLASS_S:.0f} s")
     taken = set(inspect.signature(getattr(transformers, name).forward).parameters)
-    if not taken & _LABELS or (name.endswith("Model") and taken & _LABELS == {"bool_masked_pos"}):
+    if not taken & _LABELS:
         yield Found(name, "no loss", "")
         return
     try:
@@ -203,13 +202,15 @@ def examine(name: str) -> Iterator[Found]:
     except Exception as error:
         yield Found(name, "not made", str(error))
         return
+    seen: set[float | None] = {None}
     for case, inputs in _variants(name, model, batch):
-        try:
-            own_loss(copy.deepcopy(model), inputs)
-        except Exception:
-            continue  # the class has no such variant
-        yield Found(case, "fails", "a rank hangs or dies")
-        yield Found(case, *compare(model, inputs))
+        loss = None
+        with suppress(Exception):  # the class may have no such variant, or the same loss
+            loss = float(own_loss(copy.deepcopy(model), inputs).detach())
+        if loss not in seen:
+            seen.add(loss)
+            yield Found(case, "fails", "a rank hangs or dies")
+            yield Found(case, *compare(model, inputs))
 
 
 def work(names: Sequence[str], path: str) -> None:

@@ -30,7 +30,6 @@ KINDS = {
     "CLIPModel": COMPARED,
     "DebertaForMaskedLM": READ,
     "DetrForObjectDetection": MATCHED,
-    "LlamaForQuestionAnswering": TWICE,
     "MixtralForCausalLM": READ,
     "MixtralForCausalLM + output_router_logits": ROUTED,
     "MobileBertForMaskedLM": READ,
@@ -39,9 +38,23 @@ KINDS = {
 }
 MORE = {
     **dict.fromkeys((one.model for one in ARCHITECTURES.values()), READ),
+    **dict.fromkeys(("DebertaV2ForMaskedLM", "LevitForImageClassification", "LxmertForPreTraining"), READ),
+    **dict.fromkeys(("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "XLNetLMHeadModel"), READ),
+    **dict.fromkeys(("LlamaForQuestionAnswering", "AlbertForPreTraining", "MobileBertForPreTraining"), TWICE),
+    **{case: kind for case, kind in KINDS.items() if case.startswith("Bert")},
     "CLIPModel": COMPARED,
+    "GLPNForDepthEstimation": ("refused", "SqrtBackward0 is neither a mean nor a linear combination of means"),
+    "MaskFormerForInstanceSegmentation": MATCHED,
     "MixtralForCausalLM + output_router_logits": ROUTED,
+    "NllbMoeForConditionalGeneration": READ,
+    "NllbMoeForConditionalGeneration + output_router_logits": (
+        "own term",
+        "cross_entropy + encoder_aux_loss + decoder_aux_loss",
+    ),
+    "ProphetNetForConditionalGeneration": ("read", "nll_loss"),
     "Qwen3MoeForCausalLM + output_router_logits": ROUTED,
+    "SegformerForSemanticSegmentation": READ,
+    "ElectraForPreTraining": ("read", "binary_cross_entropy_with_logits"),
 }
 
 
@@ -75,6 +88,7 @@ def by_hand() -> list[tuple[str, str]]:
             return output
 
     model, batch = prepared("LlamaForCausalLM")
+    del model.model.layers[1:]
     compiled = compare(model, batch, backend="eager")
     model.__class__ = WithAuxLoss
     return [compiled, compare(model, batch)]
