@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models.architectures import ARCHITECTURES, Architecture
+from tests.models.architectures import ARCHITECTURES, RESNET, Architecture
 
 MAX_PARAMETERS = 30_000_000
 NUM_LABELS = 3
@@ -46,14 +46,8 @@ _DEPTHS = {name: size for name, size in SIZES.items() if re.search("layer|^depth
 _WHEN_UNSET = {"vocab_size": 64, "num_experts_per_tok": 2, "pad_token_id": 0, "prediction_length": 12}
 _LEFT_OUT = ("transformers_version", "id2label", "label2id", "out_features", "out_indices", "stage_names")
 _SET = {"use_cache": False, "decoder_start_token_id": 1}
-_BACKBONE = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 8, 12, 16],
-    "depths": [1, 1, 1, 1],
-    "layer_type": "basic",
-    "out_features": ["stage2", "stage3", "stage4"],
-}
+_STAGES = {"hidden_sizes": [8, 8, 12, 16], "depths": [1, 1, 1, 1], "out_features": ["stage2", "stage3", "stage4"]}
+_BACKBONE = RESNET | _STAGES | {"model_type": "resnet"}
 """Instead of one that needs timm."""
 
 

@@ -103,7 +103,8 @@ def _images(config: Any, taken: set[str]) -> Iterator[Batch]:
         yield {"pixel_values": _floats(NUM_ROWS * 16, depth), "image_grid_thw": _rows(1, 4, 4)}
         return
     frames = getattr(config, "num_frames", 1)  # of a video; or some images for each row
-    for shape in (channels, size, size), (channels, 64, 64), (frames, channels, size, size):
+    small, large = sorted((size, 64))
+    for shape in (channels, small, small), (channels, large, large), (frames, channels, size, size):
         yield {"pixel_values": _floats(NUM_ROWS, *shape)}
     if "image_sizes" in taken:
         yield {"pixel_values": _floats(NUM_ROWS, channels, size, size), "image_sizes": _rows(size, size)}

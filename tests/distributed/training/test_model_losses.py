@@ -74,7 +74,7 @@ def test_the_zoo() -> None:
     assert examine(MORE) == MORE
 
 
-def by_hand() -> list[tuple[str, str]]:
+def with_aux_loss() -> tuple[str, str]:
     from transformers import LlamaForCausalLM
 
     class WithAuxLoss(LlamaForCausalLM):
@@ -88,13 +88,18 @@ def by_hand() -> list[tuple[str, str]]:
             return output
 
     model, batch = prepared("LlamaForCausalLM")
-    del model.model.layers[1:]
-    compiled = compare(model, batch, backend="eager")
     model.__class__ = WithAuxLoss
-    return [compiled, compare(model, batch)]
+    return compare(model, batch)
 
 
-@pytest.mark.timeout(90)
-def test_a_compiled_model_and_an_ordinary_term_called_aux_loss() -> None:
-    for found in run_ranks(2, by_hand, timeout_s=80):
-        assert found == [("by the count", "labels"), TWICE]
+def test_an_ordinary_mean_under_the_name_aux_loss_is_read() -> None:
+    assert run_ranks(2, with_aux_loss) == [TWICE, TWICE]
+
+
+def compiled() -> tuple[str, str]:
+    return compare(*prepared("LlamaForCausalLM"), backend="eager")
+
+
+@pytest.mark.timeout(120)
+def test_a_model_compiled_whole_goes_by_the_count() -> None:
+    assert run_ranks(2, compiled, timeout_s=110) == [("by the count", "labels")] * 2
