@@ -129,7 +129,7 @@ def compare(model: Any, batch: Batch, backend: str | None = None) -> tuple[str, 
     try:
         loss = loss_of_batch(module, part)
     except UnreadableLossError as error:
-        return "refused", _reason(module, part) or str(error)
+        return "refused", str(error).split("from this rank's: ")[-1].split("; let loss=")[0]
     have = [Accumulation().add(loss)]
     loss.backward(Accumulation().scales(loss))
     own = own_loss(twin, batch)
@@ -153,15 +153,6 @@ def _distance(module: Any, twin: Any) -> float:
         have, want = (torch.zeros(()) if one.grad is None else full(one.grad) for one in (parameter, wanted[name]))
         away, size = away + float((have - want).square().sum()), size + float(want.square().sum())
     return math.sqrt(away / max(size, 1e-16))
-
-
-def _reason(module: Any, part: RankBatch) -> str:
-    """Return why a model's loss is not read, which the error does not say where its labels might be counted."""
-    try:
-        loss_of_batch(module, part, find_loss)
-    except UnreadableLossError as error:
-        return str(error).split("from this rank's: ")[-1].split("; let loss=")[0]
-    return ""
 
 
 def _own_terms(model: Any, batch: Batch, loss: Any) -> str:

@@ -31,6 +31,8 @@ from raysharding.tree import leaves
 
 _OWN_TERMS = ("aux_loss", "z_loss")
 """Ends of the names under which mixtures of experts return what they add to their loss."""
+_ROUTER_FACTORS = tuple(f"{name}_coef" for name in _OWN_TERMS)
+"""Ends of the options by which they multiply it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +180,7 @@ def _of_recorded(
     if _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch)):
         return _over_ranks(recorded, batch, reading, compute_device(module))
     del recorded, reading  # and its activations
-    return _by_label_counts(module, batch, with_backward)
+    return _by_label_counts(module, batch, with_backward, refusal)
 
 
 def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
@@ -205,7 +207,11 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         if recorded.recorder.took_number:
             raise refuse("it takes a number (item(), tolist(), numpy()) of a tensor that combines this rank's rows")
-        own = _own_terms(recorded, batch) if loss is None and is_transformers_model(module) else {}
+        own = (
+            _own_terms(recorded, batch)
+            if loss is None and is_transformers_model(module) and _has_router(module)
+            else {}
+        )
         reading = GraphReader(recorded.recorder, rows, own).read(result)
         return replace(reading, is_ambiguous=rows.is_ambiguous), ""
     except UnreadableLossError as error:
@@ -220,6 +226,12 @@ def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
         return ""
     empty = ", ".join(str(rank) for rank, rows in enumerate(batch.rows) if not rows)
     return f"the loss function runs a collective, and rank {empty} has no rows, but a dummy: give every rank an item"
+
+
+def _has_router(module: nn.Module) -> bool:
+    """Return True if a model of transformers has factors of balancing losses."""
+    config: Any = module.config
+    return any(name.endswith(_ROUTER_FACTORS) for name in vars(config.get_text_config()))
 
 
 def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
@@ -333,26 +345,28 @@ _TOLERANCE = 1e-3
 """Relative, of the labels that a loss is a mean over, computed from two of its values."""
 
 
-def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool) -> BatchLoss:
+def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool, refusal: str = "") -> BatchLoss:
     """Return the loss of a model that divides by `num_items_in_batch`: a sum over labels; collective.
 
     Args:
         module: As for `loss_of_batch`.
         batch: As for `loss_of_batch`.
         with_backward: As for `loss_of_batch`.
+        refusal: Why the loss cannot be read, if that was tried.
     """
     counts = count_labels(module, batch)
     own = [0, 0, 0] if counts is None else [1, counts.counted, counts.other]
     rows = all_gather_ints([*own, int(has_count(module, batch))])
     _refuse_count(any(row[3] for row in rows))
     if not all(row[0] for row in rows):
-        raise refuse("the model gives no terms, and the call has no integer labels to count")
+        raise _uncountable("the call has no integer labels to count", refusal)
     assert counts is not None
     total = max(sum(row[1] for row in rows), 1)
     shows_rule = any(row[1] and row[1] != row[2] for row in rows)
     if module not in _counting or (shows_rule and not _counting[module]):
         reshard(module)  # a forward without a backward has left full parameters registered
-        _check_counts(module, batch, counts, total + 1)
+        if not _divides_by(module, batch, counts, total + 1):
+            raise _uncountable("does not divide by num_items_in_batch as its loss_type says", refusal)
         _counting[module] = shows_rule
     kwargs = {**batch.kwargs, "num_items_in_batch": total}
     recorded = run_recorded(module, batch.args, kwargs, None, with_backward=with_backward)
@@ -361,13 +375,17 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool) -
     return _over_ranks(recorded, batch, Reading([term]), compute_device(module))
 
 
-def _check_counts(module: nn.Module, batch: RankBatch, counts: LabelCounts, divisor: int) -> None:
+def _uncountable(why: str, refusal: str) -> UnreadableLossError:
+    return UnreadableLossError(refusal) if refusal else refuse(f"the model gives no terms, and {why}")
+
+
+def _divides_by(module: nn.Module, batch: RankBatch, counts: LabelCounts, divisor: int) -> bool:
     """Compare a model's loss by its own mean with its sum over any divisor: the quotient is what the mean is over.
 
     Collective: two forwards without a graph, in eval mode.
 
-    Raises:
-        UnreadableLossError: On every rank, if that is not the number of labels that are counted, on one of them.
+    Returns:
+        True if that is the number of labels that are counted, on every rank.
     """
     with without_trace(module):
         mean = loss_of(module(*batch.args, **batch.kwargs))
@@ -376,5 +394,4 @@ def _check_counts(module: nn.Module, batch: RankBatch, counts: LabelCounts, divi
     error = abs(found - counts.counted)
     is_other = counts.other != counts.counted and abs(found - counts.other) <= error
     fits = not counts.counted or (error <= _TOLERANCE * counts.counted and not is_other)
-    if not all(one for (one,) in all_gather_ints([fits])):
-        raise refuse("the model gives no terms, and does not divide by num_items_in_batch as its loss_type says")
+    return all(one for (one,) in all_gather_ints([fits]))
