@@ -15,7 +15,6 @@ from functools import partial
 from itertools import chain
 from math import prod
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -103,9 +102,7 @@ class ReadThreads:
     def __enter__(self) -> ReadThreads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for _ in self._others:
             self._jobs.put(None)
         for thread in self._others:

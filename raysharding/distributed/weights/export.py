@@ -15,7 +15,6 @@ from functools import cached_property
 from math import prod
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -146,9 +145,7 @@ class WeightStream:
         """Return the stream."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         """Tell the other ranks if this rank has not iterated to the end.
 
         Raises:
