@@ -22,6 +22,7 @@ from raysharding.distributed.transfer.gather import (
     gather_into,
     gather_state_dict,
     gather_tensors,
+    named_tensors,
     saved_tensors,
     tied_names,
 )
