@@ -29,20 +29,12 @@ from raysharding.group.cluster import (
     cluster_cpus,
     cluster_gpus,
     connect,
-    join_announced,
     reserve,
     wait_placed,
 )
 from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import (
-    GroupSpec,
-    Opened,
-    check_fit,
-    opened_here,
-    opened_on_a_node,
-    opened_without_cluster,
-)
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
 from raysharding.group.supervision import Client, Replicas, Supervisor
@@ -193,14 +185,7 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
         spec: The group's spec.
         claim: Called with the group's name, if it has one, before anything is placed; raises if the name is taken.
     """
-    spec.check()
-    # Before Ray is started, which these checks do not need.
-    spec = spec.located()
-    opened = opened_here(spec)
-    is_joined = join_announced()
-    if opened is None:
-        # A cluster of this machine alone would see no more than this process.
-        opened = opened_on_a_node(spec, spec.timeouts.start_s) if is_joined else opened_without_cluster(spec)
+    spec, opened, is_joined = open_spec(spec, spec.timeouts.start_s)
     # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
     is_checked = not is_joined or spec.name is not None
     if is_checked:
