@@ -7,7 +7,7 @@ import threading
 
 import torch.distributed as dist
 
-from raysharding.distributed.transfer import available_bytes, host_memory_bytes
+from raysharding.distributed.transfer.memory import available_bytes, host_memory_bytes
 
 
 class MemorySampler:

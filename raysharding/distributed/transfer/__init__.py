@@ -31,7 +31,6 @@ from raysharding.distributed.transfer.memory import (
     MemoryPeak,
     available_bytes,
     back,
-    host_memory_bytes,
     is_fresh,
     prefault,
     resident_bytes,
