@@ -291,11 +291,8 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     address: StoreAddress = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(
-            rank=info.rank,
+            info=info,
             world_size=len(ranks),
-            local_rank=info.local_rank,
-            device=info.device,
-            node_ip=info.node_ip,
             visible_gpus=visible,
             num_threads=choose_num_threads(running.spec.placement),
             rendezvous_s=timeouts.rendezvous_s,
@@ -307,6 +304,6 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     of_new = blueprints or {}
     deadline_s += timeouts.start_s if of_new else 0.0  # time to build a module, after the rendezvous
     client.submit_each(
-        "join", [(place, address, of_new.get(place.rank)) for place in places], deadline_s=deadline_s
+        "join", [(place, address, of_new.get(place.info.rank)) for place in places], deadline_s=deadline_s
     ).result()
     return address
