@@ -185,7 +185,7 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
         spec: The group's spec.
         claim: Called with the group's name, if it has one, before anything is placed; raises if the name is taken.
     """
-    spec, opened, is_joined = open_spec(spec, spec.timeouts.start_s)
+    spec, opened, is_joined = open_spec(spec)
     # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
     is_checked = not is_joined or spec.name is not None
     if is_checked:

@@ -196,7 +196,7 @@ _ANSWER_S = 15.0
 
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
     """Plan a group; see `ShardedModelGroup.plan`."""
-    spec, opened, has_cluster = open_spec(spec, _ANSWER_S, alone=nodes is not None)
+    spec, opened, has_cluster = open_spec(spec, answer_s=_ANSWER_S, alone=nodes is not None)
     base = opened.base
     if nodes is None:
         nodes = cluster_capacity(spec.placement, _ANSWER_S) if has_cluster else local_capacity()

@@ -291,14 +291,14 @@ class Opened:
         return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
 
 
-def open_spec(spec: GroupSpec, start_s: float, *, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
+def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
     """Check a spec and open its checkpoint: in this process, or on the first node of the cluster that sees its path.
 
     Starts no cluster: what is wrong with the arguments or the files is found without Ray where this machine sees them.
 
     Args:
         spec: The group's spec.
-        start_s: Deadline for the nodes' answers.
+        answer_s: Deadline for the nodes' answers. Default: `Timeouts.start_s`.
         alone: True to join no cluster that is announced.
 
     Returns:
@@ -314,6 +314,7 @@ def open_spec(spec: GroupSpec, start_s: float, *, alone: bool = False) -> tuple[
     opened = _opened(spec, partial(open_here, opener=opener))
     is_joined = not alone and join_announced()
     if opened is None and is_joined:
+        start_s = spec.timeouts.start_s if answer_s is None else answer_s
         opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
     elif opened is None:
         opened = _opened(spec, opener)  # a cluster of this machine alone would see no more than this process
