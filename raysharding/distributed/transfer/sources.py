@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
+from raysharding.checkpoint import Checkpoint, FileReader, TensorInfo
+from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
 

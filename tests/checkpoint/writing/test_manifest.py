@@ -18,18 +18,16 @@ from safetensors.torch import save_file
 
 from raysharding.checkpoint import (
     Checkpoint,
-    Checksums,
     FileReader,
-    FileWriter,
     Manifest,
     check_manifest,
     mismatches,
     open_checkpoint,
     read_manifest,
-    write_index,
-    write_manifest,
 )
+from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.format import index as index_module
+from raysharding.checkpoint.writing import FileWriter, write_index, write_manifest
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, sidecar_files
 from tests.s3 import S3Server, s3, s3_server
