@@ -403,25 +403,18 @@ def deal(
     is_replicated = not any(isinstance(leaf, Split | PerRank) for _, _, leaf in found)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
-    args = [_map_marks(_value_of, value, Same) for value in args]
-    kwargs = {key: _map_marks(_value_of, value, Same) for key, value in kwargs.items()}
-    batches = []
-    for rank in range(world_size):
+    whole = RankBatch(
+        tuple(args), kwargs, rows=rows, dim=dim, rows_per_item=per_item, is_replicated=is_replicated
+    ).replaced(lambda value: _map_marks(_value_of, value, Same))
+
+    def part_of(rank: int) -> RankBatch:
         start = sum(rows[:rank]) if rows and rows[rank] else 0
         taken = rows[rank] or per_item if rows else 0
         part = partial(_part_of, rank=rank, start=start, num_rows=taken)
-        batches.append(
-            RankBatch(
-                wrapped_args=tuple(_map_marks(part, value, Split, PerRank) for value in args),
-                wrapped_kwargs={key: _map_marks(part, value, Split, PerRank) for key, value in kwargs.items()},
-                num_rows=rows[rank] if rows else None,
-                rows=rows,
-                dim=dim,
-                rows_per_item=per_item,
-                is_replicated=is_replicated,
-            )
-        )
-    return batches
+        batch = whole.replaced(lambda value: _map_marks(part, value, Split, PerRank))
+        return replace(batch, num_rows=rows[rank] if rows else None)
+
+    return [part_of(rank) for rank in range(world_size)]
 
 
 def _found(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, str, Any]]:

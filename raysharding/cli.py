@@ -343,26 +343,20 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
     Returns:
         Lines for a terminal.
     """
-    config = checkpoint.config or {}
-    architectures = ", ".join(config.get("architectures") or ()) or "none named"
+    found = contents(checkpoint, all_tensors=all_tensors)
     lines = [
         checkpoint.path,
-        f"  architectures  {architectures}",
-        f"  tensors        {len(checkpoint.tensors)}, {format_bytes(checkpoint.num_bytes)}",
+        f"  architectures  {', '.join(found['architectures']) or 'none named'}",
+        f"  tensors        {found['num_tensors']}, {format_bytes(found['num_bytes'])}",
     ]
-    held: Counter[int] = Counter()
-    elements: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        held[info.file] += 1
-        elements[_dtype(info)] += info.num_elements
-    lines += [f"  {dtype:<14} {number:,} elements" for dtype, number in elements.most_common()]
-    for index, file in enumerate(checkpoint.files):
-        lines.append(f"  {file.name}: {held[index]} tensors, {format_bytes(file.num_bytes)}")
-    if all_tensors:
-        width = max((len(name) for name in checkpoint.tensors), default=0)
-        for name, info in checkpoint.tensors.items():
-            size = format_bytes(info.num_bytes)
-            lines.append(f"    {name:<{width}}  {_dtype(info):<10} {size:>10}  {list(info.shape)}")
+    lines += [f"  {dtype:<14} {number:,} elements" for dtype, number in found["elements"].items()]
+    for file in found["files"]:
+        lines.append(f"  {file['name']}: {file['num_tensors']} tensors, {format_bytes(file['num_bytes'])}")
+    tensors = found.get("tensors", {})
+    width = max(map(len, tensors), default=0)
+    for name, info in tensors.items():
+        size = format_bytes(info["num_bytes"])
+        lines.append(f"    {name:<{width}}  {info['dtype']:<10} {size:>10}  {info['shape']}")
     return lines
 
 
@@ -377,7 +371,7 @@ def contents(checkpoint: Checkpoint, *, all_tensors: bool = False) -> dict[str, 
         "architectures": (checkpoint.config or {}).get("architectures") or [],
         "num_tensors": len(checkpoint.tensors),
         "num_bytes": checkpoint.num_bytes,
-        "elements": dict(elements),
+        "elements": dict(elements.most_common()),
         "files": [
             {"name": file.name, "num_tensors": held[index], "num_bytes": file.num_bytes}
             for index, file in enumerate(checkpoint.files)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from raysharding.bench.case import Arm, Case, Run
-from raysharding.bench.floors import prepare_pinned_floor, prepare_preadv_floor, prepare_scatter_floor
+from raysharding.bench.floors import prepare_preadv_floor, prepare_scatter_floor
 from raysharding.checkpoint import open_checkpoint
-from raysharding.config import Loading, Sharding
+from raysharding.config import Loading
 from raysharding.distributed import load_checkpoint
 from raysharding.models import build_module
 
@@ -26,15 +26,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def loading_of(case: Case, name: str) -> Loading:
-    """Return the `Loading` of one of `OPTIONS`, with the case's own fields of `Loading`.
-
-    Raises:
-        ValueError: This version's `Loading` lacks a field.
-    """
-    try:
-        return Loading(**{**case.loading, **OPTIONS[name]})
-    except TypeError as error:  # a field that this version lacks
-        raise ValueError(f"{name}: {error}") from error
+    """Return the `Loading` of one of `OPTIONS`, with the case's own fields of `Loading`."""
+    return Loading(**{**case.loading, **OPTIONS[name]})
 
 
 def _arm(name: str) -> Arm:
@@ -50,7 +43,6 @@ def own_arms() -> dict[str, Arm]:
     arms = [_arm(name) for name in OPTIONS]
     arms.append(Arm("preadv_floor", prepare_preadv_floor, is_floor=True, device_type="cpu"))
     arms.append(Arm("scatter_floor", prepare_scatter_floor, is_floor=True, device_type="cpu"))
-    arms.append(Arm("pinned_floor", prepare_pinned_floor, is_floor=True, device_type="cuda"))
     return {arm.name: arm for arm in arms}
 
 
@@ -58,14 +50,7 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
     """Return the case of a checkpoint whose config.json names its model, and raysharding's own arms.
 
     Args:
-        options: `checkpoint`; `loading` (fields of `Loading`, JSON); `device_type`; `replicate_size`.
+        options: `checkpoint`.
     """
     checkpoint = open_checkpoint(options["checkpoint"])
-    case = Case(
-        options["checkpoint"],
-        lambda: build_module(None, checkpoint, None),
-        options.get("loading", {}),
-        Sharding(replicate_size=options.get("replicate_size", 1)),
-        options.get("device_type", "cpu"),
-    )
-    return case, own_arms()
+    return Case(options["checkpoint"], lambda: build_module(None, checkpoint, None)), own_arms()

@@ -57,7 +57,7 @@ def bench(
             network_descriptor=network,
         )
         arms = (*transports, *FLOORS)
-        Rounds(setup, arms, world_sizes, num_rounds, progress, once=("auto",)).measure("warm", results)
+        Rounds(setup, arms, world_sizes, num_rounds, progress, once=("auto",)).measure(results)
     if not groups(results.loads):
         reasons = dict.fromkeys(results.skipped.values())
         raise BenchError("\n  ".join((f"{path}: no transport could load it:", *reasons)))

@@ -5,17 +5,13 @@ Also puts the machine's memory into the same state before each timed load.
 
 from __future__ import annotations
 
-import mmap
 import resource
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-
-from raysharding.distributed.transfer import available_bytes, host_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -56,41 +52,6 @@ def _loopback_bytes() -> int:
     return 0
 
 
-class MemorySampler:
-    """Peak of RssAnon + RssShmem of this process while the context is open, sampled every 20 ms."""
-
-    def __init__(self) -> None:
-        self._start_bytes = self._peak_bytes = self._start_rss_bytes = 0
-        self.extra_bytes = 0
-        """Peak above the value at the start; set on exit."""
-        self.high_water_bytes = 0
-        """VmHWM above VmRSS at the start; includes mapped file pages; set on exit."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> MemorySampler:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._start_bytes = self._peak_bytes = host_memory_bytes()
-        self._start_rss_bytes = _status_bytes("VmRSS")
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.extra_bytes = max(self._peak_bytes, host_memory_bytes()) - self._start_bytes
-        self.high_water_bytes = _status_bytes("VmHWM") - self._start_rss_bytes
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            self._peak_bytes = max(self._peak_bytes, host_memory_bytes())
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
-
-
 def count_operations(run: Callable[[], object]) -> dict[str, int]:
     """Run a function under torch's profiler, and count the operations of the process group's backend.
 
@@ -114,21 +75,6 @@ def count_operations(run: Callable[[], object]) -> dict[str, int]:
 
 
 _READ_BYTES = 16 << 20
-
-
-def back_free_pages(num_bytes: int) -> None:
-    """Touch as much memory as a load needs, and free it. Collective: no load starts while a rank still holds memory.
-
-    A hypervisor takes free pages from its guests, and the first arm that needs these pages would pay for their return.
-    The process itself stays fresh: it still faults in every page that the arm allocates.
-
-    Args:
-        num_bytes: Bytes of the load; capped at each rank's share of half the available memory.
-    """
-    num_bytes = min(num_bytes, available_bytes() // 2 // dist.get_world_size())
-    if num_bytes:
-        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
-    dist.barrier()  # the load needs the memory that the other ranks hold until here
 
 
 def fill_page_cache(files: Sequence[Path]) -> None:

@@ -1,8 +1,7 @@
 """Floors: the minimal work of a load and nothing else. A floor's time shows how close a transport is to the machine.
 
 `preadv` reads a rank's own byte ranges into its shards, as `local` must. `scatter` sends as many bytes as the shards
-hold from rank 0's memory through gloo, as `scatter` through sockets must. `pinned` copies page-locked host memory to
-the GPU. `prepare_*` makes the plans, untimed.
+hold from rank 0's memory through gloo, as `scatter` through sockets must. `prepare_*` makes the plans, untimed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from torch import nn
 from raysharding.bench.case import Case, Run, host_tensor_bytes
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed import materialize
-from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors, tensor_layout
 from raysharding.models import Target, map_keys
 
 SCATTER_BYTES = 64 << 20
 """Bytes of one scatter, all ranks together."""
-PINNED_BYTES = 64 << 20
-"""Bytes of the page-locked buffer."""
 MAX_VIEWS = 1024
 """Views that one `preadv` takes (IOV_MAX)."""
 
@@ -181,23 +177,5 @@ def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
         for part, messages in zip(parts, lists, strict=True):
             # Every rank has the same number of parts: the others would wait for a rank that left early.
             dist.scatter(part, messages, src=0)
-
-    return run
-
-
-def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
-    """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
-    if not is_accelerator(torch.device(case.device_type)) or not is_available(case.device_type):
-        raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
-    device = current_device(case.device_type)
-    materialize(module, device)
-    targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
-    parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
-    source = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def run() -> None:
-        for part in parts:
-            part.copy_(source[: part.numel()], non_blocking=True)
-        device_module(device).synchronize(device)
 
     return run

@@ -1,4 +1,4 @@
-"""Plot of a benchmark's results as a PNG: seconds of each arm, floors as dashed lines, and memory above the shard."""
+"""Plot of a benchmark's results as a PNG: seconds of each arm, floors as dashed lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from raysharding.bench.ratios import Group, groups
 from raysharding.bench.rounds import Results
-from raysharding.units import MIB
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -32,7 +31,7 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
-    """Draw one row for each mode and world size: seconds on the left, memory (fresh only) on the right.
+    """Draw one row for each mode and world size.
 
     Args:
         path: PNG to write; an existing file is replaced.
@@ -47,15 +46,11 @@ def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
 
     rows = groups(results.loads)
     heights = [1.2 + 0.42 * len(_arms(group)) for group in rows]
-    has_memory = any(_extra_bytes(group, arm) for group in rows for arm in _arms(group))
-    figure = Figure(figsize=(12 if has_memory else 9, sum(heights) + 0.6), layout="constrained")
+    figure = Figure(figsize=(9, sum(heights) + 0.6), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    widths = (2, 1) if has_memory else (1,)
-    axes = figure.subplots(len(rows), len(widths), squeeze=False, height_ratios=heights, width_ratios=widths)
-    for group, row in zip(rows, axes, strict=True):
-        _draw_seconds(row[0], group)
-        if has_memory:
-            _draw_memory(row[1], group)
+    axes = figure.subplots(len(rows), squeeze=False, height_ratios=heights)
+    for group, (row,) in zip(rows, axes, strict=True):
+        _draw_seconds(row, group)
     figure.savefig(path, dpi=130, format="png")
 
 
@@ -63,11 +58,6 @@ def _arms(group: Group) -> list[str]:
     """Return the arms that load, slowest first, which puts the fastest bar on top."""
     arms = [arm for arm in group.loads if not arm.endswith("_floor")]
     return sorted(arms, key=lambda arm: -group.seconds(arm).median)
-
-
-def _extra_bytes(group: Group, arm: str) -> int:
-    """Return the arm's largest extra memory over the rounds, in bytes; 0 if not measured."""
-    return max((load.extra_bytes or 0 for load in group.loads[arm]), default=0)
 
 
 def _colours(arms: Sequence[str]) -> list[str]:
@@ -81,11 +71,10 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
     figures = [group.seconds(arm) for arm in arms]
     medians = [figure.median for figure in figures]
     whiskers = [[f.median - f.low for f in figures], [f.high - f.median for f in figures]]
-    axes.barh(arms, medians, xerr=whiskers, color=_colours(arms), error_kw={"elinewidth": 1, "capsize": 3}, height=0.65)
-    for index, figure in enumerate(figures):
-        axes.annotate(
-            f"{figure.median:.2f} s", (figure.high, index), xytext=(5, 0), textcoords="offset points", va="center"
-        )
+    bars = axes.barh(
+        arms, medians, xerr=whiskers, color=_colours(arms), error_kw={"elinewidth": 1, "capsize": 3}, height=0.65
+    )
+    axes.bar_label(bars, [f"{median:.2f} s" for median in medians], padding=5)
     handles: list[Artist] = []
     if len(set(_colours(arms))) > 1:
         handles += [Patch(color=colour, label=label) for colour, label in ((OURS, "raysharding"), (PEER, "others"))]
@@ -101,23 +90,4 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
     axes.set_title(f"{group.mode}, {group.world_size} ranks: median of {num_rounds} rounds, min – max", fontsize=10)
     axes.set_xlabel("seconds to the last rank's shard")
     axes.set_xlim(0, max((figure.high for figure in figures), default=1.0) * 1.15)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_memory(axes: Axes, group: Group) -> None:
-    arms = _arms(group)
-    extra = [_extra_bytes(group, arm) for arm in arms]
-    if not any(extra):
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "memory is measured in fresh processes only", ha="center", va="center", fontsize=9)
-        return
-    axes.barh(arms, [value / MIB for value in extra], color=_colours(arms), height=0.65)
-    for index, value in enumerate(extra):
-        axes.annotate(
-            f"{value / MIB:,.0f}", (value / MIB, index), xytext=(5, 0), textcoords="offset points", va="center"
-        )
-    axes.set_title("peak memory above the shard", fontsize=10)
-    axes.set_xlabel("MiB, largest rank")
-    axes.set_xlim(0, max(extra) / MIB * 1.2)
-    axes.set_yticks(range(len(arms)), labels=[""] * len(arms))
     axes.spines[["top", "right"]].set_visible(False)

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -30,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.bench.case import Arm, Case, Run, host_tensor_bytes, shard_bytes
-from raysharding.bench.counters import Counters, MemorySampler, back_free_pages, count_operations, fill_page_cache
+from raysharding.bench.counters import Counters, count_operations, fill_page_cache
 from raysharding.bench.network import join_network
 from raysharding.distributed import LoadReport, init_mesh, reshard, shard_module
 from raysharding.distributed.comm import device_module, is_accelerator
@@ -69,8 +68,6 @@ class Command:
     """Request of one load, as JSON."""
 
     arm: str
-    fresh: bool = False
-    """Sample memory, and back free pages before the load."""
     digest: bool = False
     """Include a digest of the shards in the answer."""
     count: bool = False
@@ -111,19 +108,12 @@ class Session:
             return {"cannot": f"{type(error).__name__}: {error}"}
 
     def _timed(self, arm: Arm, module: nn.Module, run: Run, command: Command) -> dict[str, Any]:
-        if command.fresh:
-            back_free_pages(sum(file.stat().st_size for file in self.case.files))
         fill_page_cache(self.case.files)
         # The first collective connects the pairs of ranks.
         dist.all_reduce(torch.ones(1))
-        memory = MemorySampler() if command.fresh else None
-        with memory or nullcontext():
-            result, figures = self._clocked(run)
+        result, figures = self._clocked(run)
         loaded = result if isinstance(result, nn.Module) else module
         figures["shard_bytes"] = shard_bytes(loaded)
-        if memory is not None:
-            figures["extra_bytes"] = memory.extra_bytes
-            figures["high_water_bytes"] = memory.high_water_bytes
         if isinstance(result, LoadReport):
             figures["report"] = result.as_dict()
         if command.digest and not arm.is_floor:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -46,8 +46,6 @@ class Setup:
     """Longest time of one load, in seconds."""
     network_descriptor: int | None = None
     """Descriptor from `private_network`."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Additional environment variables."""
 
 
 class RankSet:
@@ -166,7 +164,7 @@ class RankSet:
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH", "")) if part)
         fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-        return {**os.environ, **fixed, **(_KEEP_MEMORY if self._keep_memory else {}), **self.setup.environment}
+        return {**os.environ, **fixed, **(_KEEP_MEMORY if self._keep_memory else {})}
 
     def _log(self, rank: int) -> Path:
         return self._scratch / f"rank-{rank}.log"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
-from raysharding.bench.rounds import Load, Mode, Operations, Results
+from raysharding.bench.rounds import Load, Operations, Results
 from raysharding.units import GIB, MIB
 
 RATIOS = (
@@ -51,7 +51,7 @@ class Figure:
 class NamedFigure:
     """A ratio with its name, mode and world size."""
 
-    mode: Mode
+    mode: str
     world_size: int
     """World size; for a growth, the larger one."""
     name: str
@@ -62,7 +62,7 @@ class NamedFigure:
 class Group:
     """The counted loads of one mode and world size."""
 
-    mode: Mode
+    mode: str
     world_size: int
     loads: Mapping[str, Sequence[Load]]
     """Arm → loads, in order of the rounds."""
@@ -85,7 +85,7 @@ class Group:
 
 def groups(loads: Sequence[Load]) -> list[Group]:
     """Group the counted loads by mode and world size."""
-    found: dict[tuple[Mode, int], dict[str, list[Load]]] = {}
+    found: dict[tuple[str, int], dict[str, list[Load]]] = {}
     for load in loads:
         # In the order of the first round, even if that round does not count.
         own = found.setdefault((load.mode, load.world_size), {}).setdefault(load.arm, [])
@@ -136,9 +136,8 @@ def json_lines(results: Results) -> list[str]:
 
 NOTES = """\
 wire: bytes sent over the ranks' own loopback, headers included. read: bytes that read calls returned, all ranks,
-without memory maps. touched: memory faulted in, all ranks. x: multiples of the checkpoint's bytes. extra: peak RssAnon
-+ RssShmem above the start and the shard, largest rank, fresh only. ops: collectives that rank 0 entered + messages
-between two ranks. Ratios are taken within each round: median (min – max)."""
+without memory maps. touched: memory faulted in, all ranks. x: multiples of the checkpoint's bytes. ops: collectives
+that rank 0 entered + messages between two ranks. Ratios are taken within each round: median (min – max)."""
 
 
 def table(results: Results, checkpoint_bytes: int, base: str) -> str:
@@ -167,7 +166,7 @@ def _block(group: Group, operations: dict[str, Operations], checkpoint_bytes: in
     title = f"{group.mode}, {group.world_size} ranks, {num_rounds} rounds, {checkpoint_bytes / MIB:,.0f} MiB"
     header = (
         f"{'arm':<20}{'s':>7}  {'min – max':>13}  {'÷ ' + base:>14}  {'min – max':>13}  {'GiB/s':>6}{'wire x':>8}"
-        f"{'read x':>8}{'touched x':>11}{'extra MiB':>11}{'ops':>13}"
+        f"{'read x':>8}{'touched x':>11}{'ops':>13}"
     )
     return [title, header, *(_row(group, arm, base, operations.get(arm), checkpoint_bytes) for arm in group.loads)]
 
@@ -176,7 +175,6 @@ def _row(group: Group, arm: str, base: str, operations: Operations | None, check
     loads = group.loads[arm]
     seconds, ratio = group.seconds(arm), group.ratio(arm, base)
     wire = [load.wire_bytes for load in loads if load.wire_bytes is not None]
-    extra = [load.extra_bytes for load in loads if load.extra_bytes is not None]
     read = max(load.read_bytes for load in loads) / checkpoint_bytes
     touched = max(load.fault_bytes for load in loads) / checkpoint_bytes
     columns = (
@@ -185,7 +183,6 @@ def _row(group: Group, arm: str, base: str, operations: Operations | None, check
         f"{checkpoint_bytes / seconds.median / GIB:>6.2f}",
         f"{max(wire) / checkpoint_bytes:>8.3f}" if wire else f"{'-':>8}",
         f"{read:>8.3f}{touched:>11.3f}",
-        f"{max(extra) / MIB:>11.0f}" if extra else f"{'-':>11}",
         f"{operations.collectives:>6} + {operations.messages:<5}" if operations else f"{'-':>13}",
     )
     return "".join(columns).rstrip()
@@ -201,6 +198,5 @@ def _ranged(figure: Figure) -> str:
 
 def progress_line(load: Load, num_rounds: int) -> str:
     """Return one load as a line of progress."""
-    number = load.round + (load.mode == "fresh")  # the first warm round does not count
-    where = f"round {number}/{num_rounds}" if load.counted else "warm-up"
+    where = f"round {load.round}/{num_rounds}" if load.counted else "warm-up"
     return f"{load.mode} W={load.world_size} {where}: {load.arm} {load.seconds:.3f} s"

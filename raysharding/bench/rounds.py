@@ -1,4 +1,4 @@
-"""The rounds of a benchmark: each runs every arm once, in rotating order, warm or fresh; `Load`: one measured load."""
+"""The rounds of a benchmark: each runs every arm once, in rotating order; `Load`: one measured load."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from raysharding.bench.rank_set import ArmError, BenchError, RankSet, Setup
-
-Mode = Literal["warm", "fresh"]
-"""`warm`: one set of processes for all loads, with memory touched before; `fresh`: new processes for each load."""
 
 
 @dataclass(frozen=True)
 class Load:
     """One load, as written to JSON."""
 
-    mode: Mode
     world_size: int
     round: int
     """Index of the round, from 0."""
     counted: bool
-    """True if the load counts in the figures; loads of the first warm round do not."""
+    """True if the load counts in the figures; loads of the first round do not."""
     arm: str
     seconds: float
     """Time from the first rank's start to the last rank's end."""
@@ -36,33 +32,28 @@ class Load:
     """Bytes of memory touched for the first time, over all ranks."""
     wire_bytes: int | None
     """Bytes sent over the loopback, headers and acknowledgements included; `None` without a private network."""
-    extra_bytes: int | None
-    """Largest over the ranks: peak RssAnon + RssShmem above the start, minus the shard. Fresh only."""
-    high_water_bytes: int | None
-    """Largest over the ranks: VmHWM above the start; includes mapped file pages. Fresh only."""
     digests: tuple[str, ...]
     """A hash of each rank's shards; empty if none was computed."""
     report: Mapping[str, Any] | None = None
     """Rank 0's `LoadReport`, for raysharding's own transports."""
+    mode: str = "warm"
+    """How the ranks were run. `warm`: one set of processes for all loads, with memory touched before."""
 
     @classmethod
-    def of(cls, mode: Mode, round_index: int, arm: str, answers: Sequence[Mapping[str, Any]], wired: bool) -> Self:
+    def of(cls, round_index: int, arm: str, answers: Sequence[Mapping[str, Any]], wired: bool) -> Self:
         """Combine the ranks' answers.
 
         Args:
-            mode: How the ranks were run.
             round_index: Index of the round.
             arm: Name of the arm that loaded.
             answers: One answer for each rank.
             wired: True if the ranks had a private loopback.
         """
         first = answers[0]
-        extra = [answer["extra_bytes"] - answer["shard_bytes"] for answer in answers if "extra_bytes" in answer]
         return cls(
-            mode=mode,
             world_size=len(answers),
             round=round_index,
-            counted=mode == "fresh" or round_index > 0,
+            counted=round_index > 0,
             arm=arm,
             seconds=max(answer["end_s"] for answer in answers) - min(answer["start_s"] for answer in answers),
             shard_bytes=max(answer["shard_bytes"] for answer in answers),
@@ -70,8 +61,6 @@ class Load:
             fault_bytes=sum(answer["fault_bytes"] for answer in answers),
             # Rank 0 reads the counter before the first barrier and after the last: all peers send in between.
             wire_bytes=first["loopback_bytes"] if wired else None,
-            extra_bytes=max(extra, default=None),
-            high_water_bytes=max((a["high_water_bytes"] for a in answers if "high_water_bytes" in a), default=None),
             digests=tuple(answer["digest"] for answer in answers if "digest" in answer),
             report=first.get("report"),
         )
@@ -141,38 +130,27 @@ class Rounds:
     progress: Callable[[Load], None]
     """Called after each load."""
     once: Sequence[str] = ()
-    """Arms that are loaded in the first warm round only."""
+    """Arms that are loaded in the first round only."""
 
-    def measure(self, mode: Mode, results: Results) -> None:
+    def measure(self, results: Results) -> None:
         """Run all rounds into `results`. Arms that cannot load the case are skipped, with the reason in `results`.
 
-        Warm: an additional first round does not count; it touches memory, compares shards, and counts operations.
-        Fresh: memory is sampled, and the shards of each load are compared.
+        An additional first round does not count; it touches memory, compares shards, and counts operations.
 
         Args:
-            mode: How the ranks are run.
             results: Receives the measurements.
 
         Raises:
             BenchError: A rank failed, or the arms loaded different bytes.
         """
-        if mode == "warm":
-            with ExitStack() as stack:
-                sets = {size: stack.enter_context(self._ranks(size, mode)) for size in self.world_sizes}
-                for size, arm in product(self.world_sizes, self.once):
-                    self._load(sets[size], mode, 0, arm, results)
-                for index, size, arm in self._turns(self.num_rounds + 1):
-                    self._load(sets[size], mode, index, arm, results)
-        else:
-            for index, size, arm in self._turns(self.num_rounds):
-                if (size, arm) not in results.skipped:
-                    with self._ranks(size, mode) as ranks:
-                        self._load(ranks, mode, index, arm, results)
+        with ExitStack() as stack:
+            sets = {size: stack.enter_context(RankSet(self.setup, size, keep_memory=True)) for size in self.world_sizes}
+            for size, arm in product(self.world_sizes, self.once):
+                self._load(sets[size], 0, arm, results)
+            for index, size, arm in self.turns(self.num_rounds + 1):
+                self._load(sets[size], index, arm, results)
 
-    def _ranks(self, world_size: int, mode: Mode) -> RankSet:
-        return RankSet(self.setup, world_size, keep_memory=mode == "warm")
-
-    def _turns(self, num_rounds: int) -> Iterator[tuple[int, int, str]]:
+    def turns(self, num_rounds: int) -> Iterator[tuple[int, int, str]]:
         """Yield (round, world size, arm); the order rotates, so no arm always follows the same arm."""
         turns = list(product(self.world_sizes, self.arms))
         for index in range(num_rounds):
@@ -180,17 +158,16 @@ class Rounds:
             for world_size, arm in (*turns[first:], *turns[:first]):
                 yield index, world_size, arm
 
-    def _load(self, ranks: RankSet, mode: Mode, index: int, arm: str, results: Results) -> None:
+    def _load(self, ranks: RankSet, index: int, arm: str, results: Results) -> None:
         key = ranks.world_size, arm
         if key in results.skipped:
             return
-        fresh = mode == "fresh"
         try:
-            answers = ranks.load(arm, fresh=fresh, digest=fresh or index == 0)
+            answers = ranks.load(arm, digest=index == 0)
         except ArmError as error:
             results.skipped[key] = error.message
             return
-        load = Load.of(mode, index, arm, answers, self.setup.network_descriptor is not None)
+        load = Load.of(index, arm, answers, self.setup.network_descriptor is not None)
         results.loads.append(load)
         self.progress(load)
         if index == 0:

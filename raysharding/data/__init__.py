@@ -4,7 +4,6 @@ The batch of a step depends on data, batch size and seed, and not on the number 
 """
 
 from raysharding.data.arrow_rows import (
-    ArrowRows,
     TableReader,
     as_table,
     cast_table,
@@ -27,9 +26,9 @@ from raysharding.data.batches import (
     num_forwards,
     part_batches,
 )
-from raysharding.data.collate import Collate, KnownColumns, default_collate, rank_batch
+from raysharding.data.collate import Collate, KnownColumns, rank_batch
 from raysharding.data.files import DataPath, RowFiles, list_files
-from raysharding.data.hub_rows import HubRows, hub_name
+from raysharding.data.hub_rows import hub_name
 from raysharding.data.key_types import key_types, plain
 from raysharding.data.parquet import ParquetFiles
 from raysharding.data.part_files import FIRST_ROW, Part, PartFiles, PartTable, PartWriter, cut_parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any
@@ -139,14 +140,11 @@ class _Cursor:
 
 
 def _in_order(source: BlockSource, order: Order, rank: int, world_size: int, first_step: int) -> Iterator[list[Any]]:
-    cursor = _Cursor(source)
-    try:
+    with closing(_Cursor(source)) as cursor:
         for step in range(first_step, order.num_steps):
             counts = order.rows_by_rank(step, world_size)
             begin = step * order.batch_size + sum(counts[:rank])
             yield list(cursor.take(order.pieces(begin, begin + counts[rank])))
-    finally:
-        cursor.close()
 
 
 def _shuffled(source: BlockSource, order: Order, rank: int, world_size: int, first_step: int) -> Iterator[list[Any]]:
@@ -160,32 +158,24 @@ def _shuffled(source: BlockSource, order: Order, rank: int, world_size: int, fir
 
 
 def _lane(source: BlockSource, order: Order, lane: int, first: int) -> Generator[Any, None, None]:
-    cursor, size = _Cursor(source), order.rows_per_item
-    try:
+    size = order.rows_per_item
+    with closing(_Cursor(source)) as cursor:
         for window, places in order.lane_windows(lane, first):
             rows = cursor.take(order.pieces(window.start * size, window.stop * size))
             yield from (rows[place * size + row] for place in places for row in range(size))
-    finally:
-        cursor.close()
 
 
 def first_rows(source: BlockSource) -> Sequence[Any]:
     """Return the first row, in the reader's own sequence."""
     block = next(block for block, rows in enumerate(source.block_rows) if rows)
-    reader = source.read(block)
-    try:
+    with closing(source.read(block)) as reader:
         return reader.take(1)
-    finally:
-        reader.close()
 
 
 def _first_item(source: BlockSource, order: Order) -> list[Any]:
     """Return the rows for ranks without rows, which do not count."""
-    cursor = _Cursor(source)
-    try:
+    with closing(_Cursor(source)) as cursor:
         return list(cursor.take(order.pieces(0, order.rows_per_item)))
-    finally:
-        cursor.close()
 
 
 _WINDOW_BATCHES = 64
@@ -229,8 +219,7 @@ def part_batches(
     """
     order = Order(source.block_rows, num_rows, shuffle=False, seed=0, epoch=0)
     dummy = _first_item(source, order)
-    cursor = _Cursor(source)
-    try:
+    with closing(_Cursor(source)) as cursor:
         for first in range(0, len(parts), world_size):
             wave = parts[first : first + world_size]
             sizes = [part.num_rows for part in wave] + [0] * (world_size - len(wave))
@@ -245,8 +234,6 @@ def part_batches(
                     yield PartBatch(wave[rank], rows, places, counts, ends_window, ends_part, ends_wave)
                 else:
                     yield PartBatch(None, dummy, (), counts, False, False, ends_wave)
-    finally:
-        cursor.close()
 
 
 def num_forwards(parts: Sequence[Part], num_rows: int, world_size: int) -> int:

@@ -5,13 +5,12 @@ Only this package imports transformers, and only when a model needs it.
 
 from raysharding.models.adapter_merge import AdapterMerge, adapter_merges, plain_names
 from raysharding.models.adapters import Adapted, AdapterNames, adapter_files, adapter_scale
-from raysharding.models.blocks import Run
-from raysharding.models.build import build_module, make_contiguous, override_config, parameters_on_meta
+from raysharding.models.build import build_module, make_contiguous, override_config
 from raysharding.models.config_files import config_files
 from raysharding.models.conversion import is_transformers_model
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds
-from raysharding.models.key_mapping import KeyMap, Target, differing_ties, map_keys, misfit
+from raysharding.models.key_mapping import KeyMap, Target, category, differing_ties, map_keys, misfit
 from raysharding.models.saved_names import RunIndex, SavedTensor, saved_layout
 from raysharding.models.stand_in import class_name, clean_name
 from raysharding.models.wrap import (

@@ -6,6 +6,7 @@ stays sharded and keeps its adapters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from raysharding.errors import PlanError
-from raysharding.models.adapters import ADAPTER, AdapterNames
+from raysharding.models.adapters import ADAPTER, AdapterNames, all_names
 from raysharding.models.stand_in import class_name, clean_name, original_class, stand_in
 
 
@@ -106,33 +107,24 @@ def plain_names(module: nn.Module) -> dict[str, str]:
     names = AdapterNames.of(module)
     plain: dict[torch.Tensor, str] = {}
     # An original with a trained copy may be tied to a tensor without one, which keeps the value under its own name.
-    for name, tensor in _named_tensors(module):
-        found = clean_name(name) if names is None else names.plain_name(clean_name(name))
+    for name, tensor in all_names(module):
+        found = name if names is None else names.plain_name(name)
         if found is not None:
             plain.setdefault(tensor, found)
     return {name: plain[tensor] for tensor, name in _canonical_names(module).items() if tensor in plain}
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all names of all parameters and buffers, the canonical ones of each first."""
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-
-
 def _canonical_names(module: nn.Module) -> dict[torch.Tensor, str]:
     names: dict[torch.Tensor, str] = {}
-    for name, tensor in _named_tensors(module):
-        names.setdefault(tensor, clean_name(name))
+    for name, tensor in all_names(module):
+        names.setdefault(tensor, name)
     return names
 
 
-def _num_owners(module: nn.Module) -> dict[torch.Tensor, int]:
+def _num_owners(module: nn.Module) -> Counter[torch.Tensor]:
     """Return parameter → number of modules that hold it; a module that is used twice counts once."""
-    owners: dict[torch.Tensor, int] = {}
-    for one in module.modules():
-        for parameter in one._parameters.values():
-            if parameter is not None:
-                owners[parameter] = owners.get(parameter, 0) + 1
-    return owners
+    parameters = chain.from_iterable(one._parameters.values() for one in module.modules())
+    return Counter(parameter for parameter in parameters if parameter is not None)
 
 
 def _problem(layer: Any, owners: Mapping[torch.Tensor, int]) -> str | None:

@@ -202,8 +202,7 @@ class AdapterNames:
         base: dict[str, str] = {}
         added: set[str] = set()
         copies: dict[str, str] = {}
-        tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        names = list(dict.fromkeys(clean_name(name) for name, _ in tensors))
+        names = list(dict.fromkeys(name for name, _ in all_names(module)))
         for prefix, inner, beside in _wrappers(module):
             for name in (name for name in names if name.startswith(prefix)):
                 part, _, rest = name.removeprefix(prefix).partition(".")
@@ -249,6 +248,12 @@ class AdapterNames:
     def are_keys(keys: Mapping[str, Any]) -> bool:
         """Return True if a checkpoint holds only adapters."""
         return bool(keys) and all(key.startswith(ADAPTER_PREFIX) for key in keys)
+
+
+def all_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every name of every parameter and buffer, the canonical one of each first."""
+    pairs = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return ((clean_name(name), tensor) for name, tensor in pairs)
 
 
 def adapter_files(module: nn.Module) -> dict[str, bytes] | None:

@@ -283,7 +283,7 @@ class _Mapper:
         wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
         found = infos[0].shape if feed.result is None else tuple(feed.result.shape)
         operations = feed.conversion.operations if feed.conversion is not None else ""
-        if found != wanted or _category(wide) != _category(entry.tensor.dtype):
+        if found != wanted or category(wide) != category(entry.tensor.dtype):
             self._problems.append(_misfit_of(fqn, entry, feed, found, wide))
             return None
         runs = _runs(feed, wanted, wide)
@@ -353,7 +353,8 @@ def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, wide)
 
 
-def _category(dtype: torch.dtype) -> str:
+def category(dtype: torch.dtype) -> str:
+    """Return the kind of a dtype's values. A load converts within a kind only."""
     if dtype.is_floating_point:
         return "floating"
     if dtype.is_complex:

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 
 from raysharding.batch import RankBatch
-from raysharding.checkpoint import is_checkpoint, is_left_over, newest_save
 from raysharding.checkpoint.storage import join_path, storage_of
-from raysharding.checkpoint.writing import check_writable
+from raysharding.checkpoint.writing import check_writable, is_checkpoint, is_left_over, newest_save
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, agreeing, from_rank_0, to_host
 from raysharding.distributed.fully_shard import clip_grad_norm_

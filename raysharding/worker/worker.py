@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import Out, RankBatch
-from raysharding.checkpoint import Checkpoint, new_token, seen_here
+from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint.format import new_token, seen_here
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (

@@ -6,20 +6,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from raysharding.bench.arms import loading_of, own_arms
 from raysharding.bench.case import Arm, Case, Run
 from raysharding.config import Sharding
+from raysharding.distributed import materialize
+from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
+from raysharding.distributed.fully_shard import local_tensor, module_tensors
 from tests.bench.checkpoints import KINDS, Kind, build
+from tests.bench.fresh import sampled
 from tests.bench.peers import PEERS, Peer, load_with_forward
+
+PINNED_BYTES = 64 << 20
+"""Bytes of the page-locked buffer."""
 
 
 def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
     """The case and all arms.
 
     Args:
-        options: As the package's own `make_case`, and `kind`: one of `KINDS`.
+        options: `checkpoint`; `kind`: one of `KINDS`; `loading` (fields of `Loading`, JSON); `device_type`;
+            `replicate_size`; `memory`: directory to which each rank writes its memory, see `sampled`.
     """
     kind = KINDS[options["kind"]]
     directory = Path(options["checkpoint"])
@@ -34,7 +43,11 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
         options.get("device_type", "cpu"),
     )
     peers = [peer_arm(peer, kind) for peer in PEERS.values()]
-    return case, {**own_arms(), **{arm.name: arm for arm in (*peers, mmap_forward_arm(kind))}}
+    pinned = Arm("pinned_floor", prepare_pinned_floor, is_floor=True, device_type="cuda")
+    arms = [*own_arms().values(), pinned, *peers, mmap_forward_arm(kind)]
+    if (memory := options.get("memory")) is not None:
+        arms = [sampled(arm, memory) for arm in arms]
+    return case, {arm.name: arm for arm in arms}
 
 
 def peer_arm(peer: Peer, kind: Kind) -> Arm:
@@ -62,3 +75,21 @@ def mmap_forward_arm(kind: Kind) -> Arm:
         return lambda: load_with_forward(Path(case.checkpoint), loading)
 
     return Arm("mmap_forward", prepare, device_type="cpu")
+
+
+def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
+    """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
+    if not is_accelerator(torch.device(case.device_type)) or not is_available(case.device_type):
+        raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
+    device = current_device(case.device_type)
+    materialize(module, device)
+    targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
+    parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
+    source = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def run() -> None:
+        for part in parts:
+            part.copy_(source[: part.numel()], non_blocking=True)
+        device_module(device).synchronize(device)
+
+    return run

@@ -32,7 +32,7 @@ from typing import Any
 
 WORLD_SIZE = 2
 STEPS = {
-    "checkpoint located and opened": ("GroupSpec.located", "opened_here"),
+    "checkpoint located and opened": ("open_spec",),
     "room reserved": ("reserve", "wait_placed"),
     "actors started, model checked": ("start_actors",),
     "connections": ("Supervisor.connect_ranks",),

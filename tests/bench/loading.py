@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from raysharding.bench.ratios import (  # noqa: E402
 )
 from raysharding.bench.rounds import Load, Results, Rounds, load_line  # noqa: E402
 from raysharding.checkpoint import open_checkpoint  # noqa: E402
+from tests.bench.fresh import Memory, measure_fresh  # noqa: E402
 
 KINDS = ("dense", "fp32", "small", "huge", "odd", "fp8")
 """What `tests.bench.checkpoints` makes."""
@@ -90,25 +92,26 @@ def print_load(num_rounds: int, as_json: bool, load: Load) -> None:
         print(load_line(load), flush=True)
 
 
-def measure(args: argparse.Namespace, directory: Path) -> Results:
-    """Run all rounds of all modes."""
+def measure(args: argparse.Namespace, directory: Path) -> tuple[Results, list[Memory]]:
+    """Run all rounds of all modes; the memory is that of the fresh loads."""
     options = {"checkpoint": str(directory), "kind": args.kind, "loading": args.loading}
     options |= {"replicate_size": args.replicate_size, "device_type": args.device}
-    results = Results()
-    with private_network() as network:
-        setup = Setup(
-            "tests.bench.arms:make_case",
-            options,
-            timeout_s=args.timeout_s,
-            network_descriptor=None if args.shared_network else network,
-            environment={"PYTHONPATH": python_path()},
-        )
+    os.environ["PYTHONPATH"] = python_path()
+    results, memory = Results(), list[Memory]()
+    with private_network() as network, tempfile.TemporaryDirectory() as scratch:
+        descriptor = None if args.shared_network else network
         sizes = [int(size) for size in args.world_size.split(",")]
         for mode in args.mode.split(","):
             num_rounds = args.rounds or (9 if mode == "warm" else 5)
             progress = partial(print_load, num_rounds, args.json)
-            Rounds(setup, args.arms.split(","), sizes, num_rounds, progress).measure(mode, results)
-    return results
+            more = {"memory": scratch} if mode == "fresh" else {}
+            setup = Setup("tests.bench.arms:make_case", options | more, args.timeout_s, descriptor)
+            rounds = Rounds(setup, args.arms.split(","), sizes, num_rounds, progress)
+            if mode == "fresh":
+                memory += measure_fresh(rounds, Path(scratch), results)
+            else:
+                rounds.measure(results)
+    return results, memory
 
 
 def main() -> None:
@@ -116,13 +119,15 @@ def main() -> None:
     args = parse_arguments()
     with ended_by_sigterm(), checkpoint_directory(args) as directory:
         try:
-            results = measure(args, directory)
+            results, memory = measure(args, directory)
         except BenchError as error:
             raise SystemExit(f"bench: {error}") from error
         num_bytes = open_checkpoint(directory).num_bytes
         if args.json:
             print("\n".join(json_lines(results)))
-        report = f"{args.kind}, {os.cpu_count()} cores, {args.device}\n{table(results, num_bytes, args.base)}"
+            print("\n".join(json.dumps({"kind": "memory", **asdict(item)}) for item in memory))
+        head = f"{args.kind}, {os.cpu_count()} cores, {args.device}"
+        report = "\n".join((head, table(results, num_bytes, args.base), *map(str, memory)))
         print(report, file=sys.stderr if args.json else sys.stdout)
         if args.plot is not None:
             save_plot(args.plot, results, f"{args.kind}, {num_bytes / (1 << 30):.2f} GiB")

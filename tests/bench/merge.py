@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raysharding.bench.counters import MemorySampler
 from raysharding.units import MIB
+from tests.bench.memory import MemorySampler
 from tests.spawn import run_ranks
 
 SMALL_BYTES = 4 * MIB

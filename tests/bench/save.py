@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from raysharding.bench.counters import MemorySampler
 from raysharding.bench.ratios import Figure
 from raysharding.distributed import init_mesh, save_checkpoint, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving.async_save import AsyncSaver
 from raysharding.distributed.saving.save import Destination
 from raysharding.units import MIB
+from tests.bench.memory import MemorySampler
 from tests.spawn import run_ranks
 
 Seconds = dict[str, float]
@@ -71,7 +71,8 @@ def ours(module: nn.Module, path: Path) -> Seconds:
 def background(module: nn.Module, path: Path, saver: AsyncSaver) -> Seconds:
     begun = time.perf_counter()
     found = timed("async", lambda: saver.save(module, Destination(str(path))), path)
-    saver.wait()
+    saver.settle()
+    assert saver.last_committed == str(path)
     dist.barrier()
     return {**found, "written": time.perf_counter() - begun}
 

@@ -73,7 +73,9 @@ def test_loading_in_fresh_processes(checkpoint: Path) -> None:
         ("scatter", "fresh", True),
     ]
     assert loads[0]["digests"] == loads[1]["digests"] != []
-    assert all(load["extra_bytes"] is not None for load in loads)
+    memory = [json.loads(line) for line in done.stdout.splitlines() if '"kind": "memory"' in line]
+    assert [item["arm"] for item in memory] == ["torch", "scatter"]
+    assert all(isinstance(item["extra_bytes"], int) for item in memory)
     assert "torch ÷ scatter" in done.stderr
 
 

@@ -32,7 +32,7 @@ from tests.spawn import run_ranks
 
 def load(arm: str, round_index: int, seconds: float, world_size: int = 2, **changes: Any) -> Load:
     fields: dict[str, Any] = {"mode": "warm", "counted": round_index > 0, "shard_bytes": 4 * MIB, "read_bytes": 8 * MIB}
-    fields |= {"fault_bytes": 0, "wire_bytes": 4 * MIB, "extra_bytes": None, "high_water_bytes": None, "digests": ()}
+    fields |= {"fault_bytes": 0, "wire_bytes": 4 * MIB, "digests": ()}
     return Load(arm=arm, round=round_index, seconds=seconds, world_size=world_size, **(fields | changes))
 
 
@@ -49,7 +49,7 @@ def results() -> Results:
     }
     for (size, arm), values in seconds.items():
         loads += [load(arm, index, value, size) for index, value in enumerate(values, 1)]
-    loads += [load("scatter", 0, 2.5, 4, mode="fresh", counted=True, extra_bytes=7 * MIB, wire_bytes=None)]
+    loads += [load("scatter", 0, 2.5, 4, mode="fresh", counted=True, wire_bytes=None)]
     return Results(loads, [Operations(2, "scatter", 3, 42)], {(8, "mmap"): "ValueError: not here"})
 
 
@@ -69,9 +69,9 @@ def test_table(results: Results) -> None:
     lines = table(results, 8 * MIB, "scatter").splitlines()
     rows = {line.split()[0]: line.split() for line in lines[2:5]}
     assert lines[0] == "warm, 2 ranks, 3 rounds, 8 MiB"
-    # seconds, range, ratio, range, GiB/s, wire, read, touched, extra, operations
+    # seconds, range, ratio, range, GiB/s, wire, read, touched, operations
     scatter = ["scatter", "2.000", "1.00", "–", "4.00", "1.00", "1.00", "–", "1.00", "0.00", "0.500", "1.000", "0.000"]
-    assert rows["scatter"] == [*scatter, "-", "3", "+", "42"]
+    assert rows["scatter"] == [*scatter, "3", "+", "42"]
     assert rows["torch"][:8] == ["torch", "4.000", "3.00", "–", "20.00", "3.00", "2.00", "–"]
     assert any(line.startswith("fresh, 4 ranks, 1 rounds") for line in lines)
     assert "left out: W=8 mmap: ValueError: not here" in lines
@@ -82,7 +82,7 @@ def test_table(results: Results) -> None:
 def test_json(results: Results) -> None:
     lines = [json.loads(line) for line in json_lines(results)]
     assert [line["kind"] for line in lines] == ["operations", *["ratio"] * 4, "left out"]
-    assert json.loads(load_line(results.loads[-1]))["extra_bytes"] == 7 * MIB
+    assert json.loads(load_line(results.loads[-1]))["mode"] == "fresh"
 
 
 def test_plot_is_a_png(results: Results, tmp_path: Path) -> None:

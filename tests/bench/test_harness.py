@@ -25,9 +25,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(autouse=True)
+def ranks_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+
+
 def setup(checkpoint: Path, timeout_s: float = 30.0, **options: str) -> Setup:
-    arguments = {"checkpoint": str(checkpoint), **options}
-    return Setup("tests.bench.faulty:make_case", arguments, timeout_s, environment={"PYTHONPATH": python_path()})
+    return Setup("tests.bench.faulty:make_case", {"checkpoint": str(checkpoint), **options}, timeout_s)
 
 
 @contextmanager
@@ -100,7 +104,7 @@ def test_rounds(checkpoint: Path) -> None:
     results = Results()
     rounds = Rounds(setup(checkpoint), ("fine", "refuses", "prints"), (1, 2), 2, seen.append)
     with no_process_left():
-        rounds.measure("warm", results)
+        rounds.measure(results)
     assert seen == results.loads
     assert set(results.skipped) == {(1, "refuses"), (2, "refuses")}
     order = [[(load.world_size, load.arm) for load in seen if load.round == index] for index in range(3)]
@@ -123,4 +127,4 @@ def made(arm: str, *digests: str) -> Load:
     names = ("start_s", "end_s", "shard_bytes", "read_bytes", "fault_bytes", "loopback_bytes")
     figures: dict[str, Any] = dict.fromkeys(names, 1)
     answers = [{**figures, "digest": digest} for digest in digests] or [figures, figures]
-    return Load.of("warm", 1, arm, answers, wired=False)
+    return Load.of(1, arm, answers, wired=False)

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding.data import DataPath, KnownColumns, ParquetFiles, default_collate, epoch_batches, list_files
+from raysharding.data import DataPath, KnownColumns, ParquetFiles, epoch_batches, list_files
+from raysharding.data.collate import default_collate
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
 

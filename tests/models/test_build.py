@@ -15,7 +15,8 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import PlanError
-from raysharding.models import build_module, make_contiguous, parameters_on_meta
+from raysharding.models import build_module, make_contiguous
+from raysharding.models.build import parameters_on_meta
 from tests.models.architectures import ARCHITECTURES
 
 

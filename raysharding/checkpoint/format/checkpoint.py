@@ -14,7 +14,7 @@ from raysharding.checkpoint.format.header import Header, header_sha256, parse_he
 from raysharding.checkpoint.format.index import (
     FileSet,
     read_beside,
-    read_config,
+    read_json,
     resolve_files,
 )
 from raysharding.checkpoint.format.locate import locate
@@ -185,7 +185,7 @@ def open_config(path: str | os.PathLike[str]) -> Checkpoint:
     if found.kind != "directory":
         what = "there is no such directory" if found.kind == "missing" else "is no directory"
         raise CheckpointError(f"{what}: random weights need one with a config.json", path=given)
-    return Checkpoint(given, (), {}, read_config(storage, normal), {}, is_random=True)
+    return Checkpoint(given, (), {}, read_json(storage, normal, "config.json", strict=False), {}, is_random=True)
 
 
 def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:
@@ -225,10 +225,11 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
     metadata: dict[str, str] = {}
     for header in headers:
         metadata = header.metadata | metadata
-    directory, adapter = file_set.directory, None
+    config = read_json(storage, file_set.directory, "config.json", strict=False)
+    adapter = None
     if file_set.names == (ADAPTER_NAME,):
-        adapter = read_config(storage, directory, ADAPTER_CONFIG_NAME)
-    return Checkpoint(given, tuple(files), tensors, read_config(storage, directory), metadata, adapter)
+        adapter = read_json(storage, file_set.directory, ADAPTER_CONFIG_NAME, strict=False)
+    return Checkpoint(given, tuple(files), tensors, config, metadata, adapter)
 
 
 def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:

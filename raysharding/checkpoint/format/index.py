@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,22 +89,27 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
     raise CheckpointError(what, path=path)
 
 
-def read_config(storage: Storage, directory: str, name: str = "config.json") -> dict[str, Any] | None:
-    """Parse config.json, or another JSON file, in `directory`; return `None` where there is none.
+def read_json(
+    storage: Storage, directory: str, name: str, called: str = "", *, strict: bool = True
+) -> dict[str, Any] | None:
+    """Parse a JSON file in `directory`; return `None` where there is none.
 
-    Accepts Python's JSON dialect, as transformers does: the configs of Mamba hold Infinity.
+    Args:
+        storage: The storage of the directory.
+        directory: Path or URI.
+        name: Name of the file.
+        called: What an error calls the file besides its path, with a space behind it.
+        strict: See `parse_object`. Not for configs, which transformers reads in Python's JSON dialect: those of Mamba
+            hold Infinity.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a JSON object.
     """
-    path = join_path(directory, name)
     data = read_beside(storage, directory, name, MAX_JSON_BYTES)
-    if data is None:
-        return None
     try:
-        return parse_object(data, strict=False)
+        return None if data is None else parse_object(data, strict=strict)
     except ValueError as error:
-        raise CheckpointError(str(error), path=path) from error
+        raise CheckpointError(f"{called}{error}", path=join_path(directory, name)) from error
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
@@ -147,15 +153,12 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
     if found.kind == "missing":
         return None
     require_file(found, path)
-    file = storage.open(path)
-    try:
+    with closing(storage.open(path)) as file:
         num_bytes = file.found.num_bytes
         if num_bytes > max_bytes:
             what = f"has {num_bytes} bytes, which is over the cap of {max_bytes} bytes for a file beside the weights"
             raise CheckpointError(what, path=path)
         return read_bytes(file, 0, num_bytes)
-    finally:
-        file.close()
 
 
 def _is_sidecar_name(name: str) -> bool:
@@ -230,13 +233,9 @@ def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> Checkp
 def _read_index(storage: Storage, path: str) -> FileSet:
     """Parse an index and check each file name in it. The tensors are checked later, against the headers."""
     directory, index_name = split_path(path)
-    data = read_beside(storage, directory, index_name, MAX_JSON_BYTES)
-    if data is None:
+    index = read_json(storage, directory, index_name, "index ")
+    if index is None:
         raise CheckpointError("is gone since the directory was listed", path=path)
-    try:
-        index = parse_object(data)
-    except ValueError as error:
-        raise CheckpointError(f"index {error}", path=path) from error
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("index has no weight_map with a tensor in it", path=path)

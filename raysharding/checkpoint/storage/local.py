@@ -85,9 +85,8 @@ class LocalFile:
         if self.found.kind != "file":
             os.close(self._descriptor)
             raise CheckpointError("is not a regular file", path=path)
-        if hasattr(os, "posix_fadvise"):
-            # Doubles the kernel's read-ahead window: the load plan reads each file forward.
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        # Doubles the kernel's read-ahead window: the load plan reads each file forward.
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     @property
     def found(self) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from typing import Final, Protocol
+from typing import Final
 
 from raysharding.checkpoint.storage.interface import os_errors
 from raysharding.checkpoint.storage.remote import remote_storage
@@ -15,19 +15,6 @@ from raysharding.errors import CheckpointError
 
 _NUM_PARTS: Final = 2
 """Parts queued behind the one that is being sent."""
-
-
-class Output(Protocol):
-    """A file that is being written."""
-
-    def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """Write bytes at an offset of the file. Thread-safe. An error names the tensor."""
-
-    def finish(self) -> None:
-        """Make the file visible to readers. The caller has written every byte."""
-
-    def abort(self) -> None:
-        """Close the file and remove it."""
 
 
 def open_output(path: str, *, join: bool = False) -> Output:
@@ -58,7 +45,7 @@ class LocalOutput:
         return found.st_dev, found.st_ino
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """See `Output`. Unbuffered."""
+        """Write bytes at an offset of the file, unbuffered. Thread-safe. An error names the tensor."""
         done = 0
         while done < view.nbytes:
             try:
@@ -68,7 +55,7 @@ class LocalOutput:
                 raise disk_error(error, self._path, tensor) from error
 
     def finish(self) -> None:
-        """See `Output`. A process that joined only closes the file: its creator finishes it."""
+        """Make the file visible to readers: the caller has written every byte. A process that joined only closes it."""
         try:
             if not self._is_guest:
                 os.fsync(self._descriptor)
@@ -78,7 +65,7 @@ class LocalOutput:
         os.close(self._descriptor)
 
     def abort(self) -> None:
-        """See `Output`."""
+        """Close the file and remove it."""
         os.close(self._descriptor)
         if not self._is_guest:
             os.unlink(self._path)
@@ -109,7 +96,7 @@ class RemoteOutput:
         self._thread.start()
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """See `Output`."""
+        """See `LocalOutput`."""
         with self._lock:
             if offset != self._next:
                 self._early[offset] = bytes(view)
@@ -119,7 +106,7 @@ class RemoteOutput:
                 self._append(memoryview(data))
 
     def finish(self) -> None:
-        """See `Output`."""
+        """See `LocalOutput`."""
         assert not self._early, "every byte was written"
         self._put(self._part)
         self._end()
@@ -131,7 +118,7 @@ class RemoteOutput:
             raise self._failed(error) from error
 
     def abort(self) -> None:
-        """See `Output`. pyarrow cannot discard a stream, so it is closed and its object removed; no index names it."""
+        """See `LocalOutput`. A stream cannot be discarded: it is closed and its object removed; no index names it."""
         self._is_given_up = True
         try:
             self._end()
@@ -184,3 +171,7 @@ def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError
     """Return the error that reports a failed write to a local file."""
     what = f"cannot be written: {error.strerror}; nothing was committed, so what the destination held is still there"
     return CheckpointError(what, path=path, tensor=tensor)
+
+
+Output = LocalOutput | RemoteOutput
+"""A file that is being written."""

@@ -15,12 +15,11 @@ from typing import Any, Final, Self
 from raysharding.checkpoint.format import (
     ALGORITHM,
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     Checkpoint,
     Checksums,
-    parse_object,
+    read_json,
 )
-from raysharding.checkpoint.storage import join_path, split_path
+from raysharding.checkpoint.storage import join_path, split_path, storage_of
 from raysharding.checkpoint.writing.file_plan import write_file
 from raysharding.checkpoint.writing.writer import FileWriter
 from raysharding.errors import CheckpointError, shown
@@ -138,15 +137,9 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
     Raises:
         CheckpointError: The manifest cannot be read, or does not come from `write_manifest`.
     """
-    path = join_path(checkpoint.directory, MANIFEST_NAME)
-    data = checkpoint.read_beside(MANIFEST_NAME, MAX_JSON_BYTES)
-    if data is None:
-        return None
-    try:
-        fields = parse_object(data)
-    except ValueError as error:
-        raise CheckpointError(f"manifest {error}", path=path) from error
-    return Manifest.from_dict(fields, path)
+    directory = checkpoint.directory
+    fields = read_json(storage_of(directory), directory, MANIFEST_NAME, "manifest ")
+    return None if fields is None else Manifest.from_dict(fields, join_path(directory, MANIFEST_NAME))
 
 
 def write_manifest(directory: str, manifest: Manifest) -> None:

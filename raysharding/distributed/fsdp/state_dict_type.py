@@ -36,7 +36,7 @@ from raysharding.distributed.fully_shard import (
     unwrapped,
 )
 from raysharding.distributed.loading import extra_state_owners, load_full_tensors
-from raysharding.distributed.transfer import gather_into, saved_tensors, tied_names
+from raysharding.distributed.transfer import gather_into, named_tensors, tied_names
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 from raysharding.torch_internals import ActivationWrapper, IncompatibleKeys
@@ -285,7 +285,7 @@ class _Form:
         found: dict[str, Any] = incoming
         if self._is_full:
             result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
-            missing, aliases, own = {*result.missing_keys}, tied_names(module), _named_tensors(module)
+            missing, aliases, own = {*result.missing_keys}, tied_names(module), dict(named_tensors(module))
             found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
             found |= {**dict.fromkeys(result.unexpected_keys, torch.empty(0)), **extra.values}
         else:
@@ -297,7 +297,7 @@ class _Form:
 
     def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
         """Raise on every rank if a value on any rank does not fit; collective."""
-        own = _named_tensors(module)
+        own = dict(named_tensors(module))
         problems = [_misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
         if strict:
             # Extra state is each rank's own, and left to torch.
@@ -358,12 +358,6 @@ def _torch_keys(module: nn.Module) -> dict[str, str]:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     names = [name for name, _ in named] + list(extra_state_owners(module, clean=False))
     return {clean_name(name): ".".join(p for p in name.split(".") if p != _CHECKPOINT_WRAPPED) for name in names}
-
-
-def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return FQN → parameter or persistent buffer, under every name, as torch's `load_state_dict` expects."""
-    tensors = saved_tensors(module)
-    return tensors | {name: tensors[canonical] for name, canonical in tied_names(module).items()}
 
 
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()

@@ -51,7 +51,6 @@ from raysharding.distributed.fully_shard.recovery import (
     is_torn,
     mark_recovery,
     module_mode,
-    recover,
     recover_after,
     recovering,
     rejoin,

@@ -100,11 +100,6 @@ _left_alone: WeakSet[nn.Module] = WeakSet()
 """Modules whose gradients are not averaged: `Sharding(average_ignored_gradients=False)`."""
 
 
-def leave_gradients_alone(modules: Iterable[nn.Module]) -> None:
-    """Exclude the gradients of the own parameters of these modules from averaging."""
-    _left_alone.update(modules)
-
-
 def reduce_replicated_gradients(module: nn.Module) -> None:
     """Average the gradients of parameters that are not sharded (0-dim, ignored) over all ranks; collective.
 
@@ -221,13 +216,15 @@ class _Reduction:
             reduce_replicated_gradients(self._module)
 
 
-def reduce_after_backward(module: nn.Module) -> None:
+def reduce_after_backward(module: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
     """Make every backward of the root average the gradients of replicated parameters, if there are any.
 
     Args:
         module: The root, after `fully_shard`. If it has no such parameters now, call `reduce_replicated_gradients` for
             parameters that are added later.
+        left_alone: Modules whose own parameters' gradients are not averaged.
     """
+    _left_alone.update(left_alone)
     # Frozen parameters count: they may be trained later.
     if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
         module.register_forward_hook(_Reduction(module).watch)

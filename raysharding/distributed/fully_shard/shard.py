@@ -35,7 +35,6 @@ from raysharding.distributed.fully_shard.activation_checkpointing import checkpo
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import (
     keep_low_precision_grads,
-    leave_gradients_alone,
     reduce_after_backward,
 )
 from raysharding.distributed.fully_shard.internals import follow_requires_grad, offloaded, reshard, summoned
@@ -144,9 +143,7 @@ def shard_groups(
         keep_low_precision_grads(module)
     record_execution_order(module, groups)
     set_prefetching(module, groups, sharding)
-    if not sharding.average_ignored_gradients:
-        leave_gradients_alone(ignored)
-    reduce_after_backward(module)
+    reduce_after_backward(module, () if sharding.average_ignored_gradients else ignored)
     move_inputs_before_forward(module, device)
     compare_before_forward(module)
 

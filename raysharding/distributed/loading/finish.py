@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from raysharding.checkpoint import Checksums, mismatches
+from raysharding.checkpoint import mismatches
+from raysharding.checkpoint.format import Checksums
 from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
 from raysharding.distributed.loading.plan import LoadContext, LoadPlan

@@ -31,7 +31,7 @@ from raysharding.distributed.loading.load import load_from_rank_0
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict, why_refused
 from raysharding.distributed.optim import decode, encode
 from raysharding.errors import PlanError
-from raysharding.models import clean_name
+from raysharding.models import category, clean_name
 from raysharding.torch_internals import IncompatibleKeys
 
 
@@ -201,7 +201,7 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tup
                 places.setdefault(tensor, []).append((table, name))
                 # The plan reports another kind of dtype as a mismatch.
                 found = incoming.get(clean_name(prefix) + name)
-                if found is not None and _same_kind(found, tensor.dtype):
+                if found is not None and category(found) == category(tensor.dtype):
                     wanted.setdefault(tensor, found)
     replaced = []
     for tensor, dtype in wanted.items():
@@ -212,14 +212,6 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tup
             table[name] = new
     tell_fsdp(module)
     return replaced
-
-
-def _same_kind(one: torch.dtype, other: torch.dtype) -> bool:
-    return (one.is_floating_point, one.is_complex, one == torch.bool) == (
-        other.is_floating_point,
-        other.is_complex,
-        other == torch.bool,
-    )
 
 
 def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:

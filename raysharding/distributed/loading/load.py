@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.checkpoint import Checkpoint, FileReader
+from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
 from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing

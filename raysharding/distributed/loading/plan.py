@@ -21,16 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.checkpoint import (
-    MANIFEST_NAME,
     Checkpoint,
     CheckpointFile,
-    Checksums,
     FileReader,
     Manifest,
     check_manifest,
     open_checkpoint,
     read_manifest,
 )
+from raysharding.checkpoint.format import MANIFEST_NAME, Checksums
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
-from raysharding.checkpoint.storage import HubPath, is_remote, require_file, split_path, storage_of
+from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, identify_files
+from raysharding.checkpoint.storage import HubPath, file_system_type, is_remote, require_file, split_path, storage_of
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree
 from raysharding.distributed.transfer import REMOTE_GAP_BYTES, host_identity

@@ -167,21 +167,6 @@ class AsyncSaver:
             if on_wait is not None:
                 on_wait(self._saves[self._last])
 
-    def wait(self) -> SaveReport | None:
-        """Wait for the running save. The outcome is the same on all ranks.
-
-        Returns:
-            Report of the last save; `None` without one.
-
-        Raises:
-            Exception: The error of a failed save.
-        """
-        self.settle()
-        last = self._saves.get(self._last)
-        if last is not None and last.error is not None:
-            raise last.error
-        return None if last is None else last.report
-
     def lose_group(self) -> None:
         """Drop the process group, which was destroyed; a running save fails by itself."""
         self._group = None
@@ -193,7 +178,7 @@ def _run(save: Save, entry: BackgroundSave) -> None:
 
     try:
         entry.report = save.run(follow)
-    except BaseException as error:  # noqa: BLE001 - `wait` raises it, and `status` tells it
+    except BaseException as error:  # noqa: BLE001 - `status` tells it
         error.__traceback__ = None  # its frames would keep the copies alive
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")
         entry.error = error

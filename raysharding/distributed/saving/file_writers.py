@@ -12,18 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding.checkpoint import (
-    ADAPTER_NAME,
-    SINGLE_NAME,
-    FileWriter,
-    Manifest,
-    file_names,
-    file_order,
-    plan_files,
-    write_index,
-    write_manifest,
-)
+from raysharding.checkpoint import Manifest
+from raysharding.checkpoint.format import ADAPTER_NAME, SINGLE_NAME
 from raysharding.checkpoint.storage import is_remote, join_path
+from raysharding.checkpoint.writing import FileWriter, file_names, file_order, plan_files, write_index, write_manifest
 from raysharding.distributed.comm import agree
 from raysharding.distributed.transfer import Gather, as_bytes, host_identity
 from raysharding.errors import CheckpointError

@@ -15,27 +15,22 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
-from raysharding.checkpoint import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    DcpReader,
+from raysharding.checkpoint import DcpReader, Manifest, TensorInfo
+from raysharding.checkpoint.format import INDEX_NAME, MANIFEST_NAME, make_staging, new_token
+from raysharding.checkpoint.storage import LocalOutput
+from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata, Path
+from raysharding.checkpoint.writing import (
     FileWriter,
-    Manifest,
-    TensorInfo,
     commit_files,
     file_names,
+    is_weight_name,
     make_directory,
-    new_token,
     plan_files,
     remove_left_overs,
     remove_staging,
     write_index,
     write_manifest,
 )
-from raysharding.checkpoint.format import make_staging
-from raysharding.checkpoint.storage import LocalOutput
-from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata, Path
-from raysharding.checkpoint.writing import is_weight_name
 from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
 from raysharding.errors import CheckpointError

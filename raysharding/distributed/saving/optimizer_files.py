@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.format import MAX_JSON_BYTES, OPTIMIZER_FOLDER, OPTIMIZER_NAME, parse_object, read_beside
 from raysharding.checkpoint.storage import join_path, normal_path, split_path, storage_of
+from raysharding.checkpoint.writing import make_folder, write_file
 from raysharding.config import Loading
 from raysharding.distributed.comm import agreeing, from_rank_0
 from raysharding.distributed.fully_shard import TensorTable

@@ -17,22 +17,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.checkpoint import (
-    ADAPTER_NAME,
-    Checkpoint,
-    SaveRecord,
+from raysharding.checkpoint import Checkpoint, SaveRecord
+from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, list_sidecar_files, new_token, read_sidecar
+from raysharding.checkpoint.storage import is_remote, normal_path, storage_of
+from raysharding.checkpoint.writing import (
     check_numbered,
     commit_staging,
     create_staging,
-    new_token,
+    is_save_name,
+    own_sidecars,
     remove_left_overs,
     remove_older,
     remove_staging,
     write_file,
 )
-from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, list_sidecar_files, read_sidecar
-from raysharding.checkpoint.storage import is_remote, normal_path, storage_of
-from raysharding.checkpoint.writing import is_save_name, own_sidecars
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, device_module, from_rank_0, is_accelerator
 from raysharding.distributed.fully_shard import (

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.checkpoint.storage import join_path
+from raysharding.checkpoint.writing import make_folder, write_file
 from raysharding.data import Position
 from raysharding.distributed.comm import accelerator_in_use, agree, agreeing, device_module, from_rank_0
 from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json

@@ -22,6 +22,7 @@ from raysharding.distributed.transfer.gather import (
     gather_into,
     gather_state_dict,
     gather_tensors,
+    named_tensors,
     saved_tensors,
     tied_names,
 )
@@ -30,7 +31,6 @@ from raysharding.distributed.transfer.memory import (
     MemoryPeak,
     available_bytes,
     back,
-    host_memory_bytes,
     is_fresh,
     prefault,
     resident_bytes,

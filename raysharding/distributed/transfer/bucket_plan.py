@@ -163,39 +163,33 @@ class _OpenSection:
         return Section(shard_index, offset, self.packed_bytes, self.num_bytes, tuple(self.packed), moved)
 
 
+_NUM_KEPT = 16
+"""Made buckets that are kept: more than are in flight at once, and all of a small plan."""
+
+
+@dataclass(eq=False)
 class Buckets:
     """The buckets of a plan, each made on access; the last few are kept.
 
     All buckets of 140 GB on 64 ranks, with 64 sections each, would take more memory than the ring; cuts take little.
-
-    Args:
-        tensors: Tensors of the plan.
-        cuts: Parts of tensors in each bucket.
-        num_shards: Number of shard indices.
-        wanted: Shard indices whose segments are listed.
-        in_order: True if cuts are ranges of the flattened full tensors.
     """
 
-    _NUM_KEPT = 16
-    """More than are in flight at once, and all of a small plan."""
+    tensors: Sequence[PlannedTensor]
+    """Tensors of the plan."""
+    cuts: Sequence[Sequence[Cut]]
+    """Parts of tensors in each bucket."""
+    num_shards: int
+    """Number of shard indices."""
+    wanted: Container[int]
+    """Shard indices whose segments are listed."""
+    in_order: bool = False
+    """True if cuts are ranges of the flattened full tensors."""
 
-    def __init__(
-        self,
-        tensors: Sequence[PlannedTensor],
-        cuts: Sequence[Sequence[Cut]],
-        num_shards: int,
-        wanted: Container[int],
-        in_order: bool = False,
-    ) -> None:
-        self._tensors = tensors
-        self._cuts = cuts
-        self._num_shards = num_shards
-        self._wanted = wanted
-        self._in_order = in_order
-        self._made = lru_cache(self._NUM_KEPT)(self._make)
+    def __post_init__(self) -> None:
+        self._made = lru_cache(_NUM_KEPT)(self._make)
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return len(self.cuts)
 
     def __getitem__(self, index: int) -> Bucket:
         return self._made(range(len(self))[index])
@@ -205,20 +199,20 @@ class Buckets:
 
     def last_tensor(self, index: int) -> PlannedTensor:
         """Return the last tensor with elements in bucket `index`."""
-        return self._tensors[self._cuts[index][-1].tensor]
+        return self.tensors[self.cuts[index][-1].tensor]
 
     def payload_bytes(self, index: int) -> int:
         """Return the bytes of all segments of bucket `index`, without making it."""
-        return sum(cut.payload_bytes for cut in self._cuts[index])
+        return sum(cut.payload_bytes for cut in self.cuts[index])
 
     def _make(self, index: int) -> Bucket:
-        shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
+        shards = [_OpenSection(shard in self.wanted) for shard in range(self.num_shards)]
         replicated = _OpenSection(is_wanted=True)
-        for cut in self._cuts[index]:
-            planned = self._tensors[cut.tensor]
+        for cut in self.cuts[index]:
+            planned = self.tensors[cut.tensor]
             open_sections = shards if planned.layout.num_shards else [replicated]
             for section, (start, stop) in zip(open_sections, planned.layout.ranges(), strict=True):
-                begin = cut.first if self._in_order else start + cut.first
+                begin = cut.first if self.in_order else start + cut.first
                 first, last = max(start, begin), min(stop, begin + cut.length)
                 if first < last:
                     section.add(cut.tensor, first, last, planned.wire_dtype.itemsize)

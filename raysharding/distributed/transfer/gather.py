@@ -44,7 +44,7 @@ GATHER_BUCKET_BYTES = 32 * MIB
 """Bytes in flight in one round of a gather, over all destinations."""
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (FQN, tensor) of every parameter and persistent buffer, under each of its names."""
     persistent = persistent_names(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -57,7 +57,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return canonical FQN → parameter or persistent buffer, tied tensors once, as in a checkpoint of the module."""
     first: dict[torch.Tensor, str] = {}
-    for name, tensor in _named(module):
+    for name, tensor in named_tensors(module):
         first.setdefault(tensor, name)
     return {name: tensor for tensor, name in first.items()}
 
@@ -65,7 +65,7 @@ def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return other FQN of a tied parameter or persistent buffer → canonical FQN, the one in `saved_tensors`."""
     canonical = {tensor: name for name, tensor in saved_tensors(module).items()}
-    return {name: canonical[tensor] for name, tensor in _named(module) if canonical[tensor] != name}
+    return {name: canonical[tensor] for name, tensor in named_tensors(module) if canonical[tensor] != name}
 
 
 @dataclass

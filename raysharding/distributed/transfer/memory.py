@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import resource
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -119,8 +118,7 @@ def _page_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _is_large_host_memory(tensor: torch.Tensor) -> bool:
     # In other cases `nbytes` does not give the end of the memory.
-    is_host = sys.platform == "linux" and tensor.device.type == "cpu"
-    return is_host and tensor.nbytes >= _STEP_BYTES and tensor.is_contiguous()
+    return tensor.device.type == "cpu" and tensor.nbytes >= _STEP_BYTES and tensor.is_contiguous()
 
 
 RANK_BYTES = 350 << 20

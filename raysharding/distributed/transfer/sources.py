@@ -15,12 +15,12 @@ from functools import partial
 from itertools import chain
 from math import prod
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
+from raysharding.checkpoint import Checkpoint, FileReader, TensorInfo
+from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
 
@@ -103,9 +103,7 @@ class ReadThreads:
     def __enter__(self) -> ReadThreads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for _ in self._others:
             self._jobs.put(None)
         for thread in self._others:

@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
-from types import TracebackType
 
 import torch
 
@@ -64,9 +63,7 @@ class ReadAhead:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._stopped = True
         self._free.release()
         # A read of a local file ends by itself; the timeout is for a file system that hangs.

@@ -15,7 +15,6 @@ from functools import cached_property
 from math import prod
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -122,7 +121,8 @@ class WeightStream:
         thread = get_ident()
         try:
             self._meet(timeout_s=self._timeout_s)
-            yield from self._empty()
+            if dist.get_rank() in self._gather.destinations:
+                yield from self._assembly.without_elements()  # no bucket holds them
             for _ in self._gather.rounds():
                 yield from self._complete()
                 if self._state != "open":
@@ -146,9 +146,7 @@ class WeightStream:
         """Return the stream."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         """Tell the other ranks if this rank has not iterated to the end.
 
         Raises:
@@ -173,11 +171,6 @@ class WeightStream:
     @property
     def _progress(self) -> str:
         return f"stopped after {self._assembly.num_given} of {self._num_tensors} tensors"
-
-    def _empty(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors without elements, which no bucket holds."""
-        if dist.get_rank() in self._gather.destinations:
-            yield from self._assembly.without_elements()
 
     def _complete(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that the round's values complete; a tensor is allocated when its first values are taken."""

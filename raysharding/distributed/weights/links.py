@@ -1,4 +1,4 @@
-"""`SharedLink`, `MessageLink`: how the buckets of one pair of ranks travel, through memory of one host or in messages.
+"""`Link`: how the buckets of one pair of ranks travel, through memory of one host or in messages.
 
 Both have two slots: while the target empties one, the source fills the other. The source calls `wait_free`, fills the
 slot and calls `post`; the target calls `expect` ahead, then `take`, empties the slot and calls `release`; each for
@@ -6,8 +6,6 @@ bucket 0, 1, 2, ...
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,39 +19,6 @@ NUM_COUNTERS = 2
 """Counters of a `SharedLink`: buckets that the source has filled, and those that the target has emptied."""
 
 
-class Link(Protocol):
-    """One end of a link."""
-
-    num_bytes: int
-    """Bytes that this end has received in this copy."""
-    is_shared: bool
-    """True if the bytes pass through shared memory."""
-
-    def begin(self) -> None:
-        """Begin a copy, whose buckets are numbered from 0."""
-
-    def wait_free(self, index: int) -> torch.Tensor:
-        """Wait until the slot of a bucket is free; return it. On the source."""
-
-    def post(self, index: int, num_bytes: int) -> None:
-        """Send the slot of a bucket, which is filled. On the source."""
-
-    def expect(self, index: int, num_bytes: int) -> None:
-        """Let a bucket come into its slot, which is free. On the target."""
-
-    def take(self, index: int, num_bytes: int) -> torch.Tensor:
-        """Wait for a bucket; return its slot. On the target."""
-
-    def release(self, index: int) -> None:
-        """Give the slot of a bucket back. On the target."""
-
-    def end(self, num_buckets: int) -> None:
-        """Wait until the target has received everything. On the source."""
-
-    def stop(self) -> None:
-        """Make both ends fail that wait, or will. From any thread."""
-
-
 class SharedLink:
     """Link in shared memory of one host.
 
@@ -65,11 +30,13 @@ class SharedLink:
     """
 
     is_shared = True
+    """True if the bytes pass through shared memory."""
 
     def __init__(
         self, slots: tuple[torch.Tensor, ...], counters: Counters, peer: tuple[int, int], span: SpanningGroup
     ) -> None:
         self.num_bytes = 0
+        """Bytes that this end has received in this copy."""
         self._slots = slots
         self._counters = counters
         self._peer, self._pid = peer
@@ -77,39 +44,39 @@ class SharedLink:
         self._next = self._first = 0
 
     def begin(self) -> None:
-        """See `Link`. The counters go on from one copy to the next."""
+        """Begin a copy, whose buckets are numbered from 0. The counters go on from one copy to the next."""
         self._first, self.num_bytes = self._next, 0
 
     def wait_free(self, index: int) -> torch.Tensor:
-        """See `Link`."""
+        """Wait until the slot of a bucket is free; return it. On the source."""
         self._next = self._first + index + 1
         self._wait(_EMPTIED, self._next - NUM_SLOTS)
         return self._slots[index % NUM_SLOTS]
 
     def post(self, index: int, num_bytes: int) -> None:
-        """See `Link`."""
+        """Send the slot of a bucket, which is filled. On the source."""
         self._counters.post(_FILLED, self._first + index + 1)
 
     def expect(self, index: int, num_bytes: int) -> None:
-        """Do nothing: the source sees which slots are free."""
+        """Do nothing: the source sees which slots are free. On the target."""
 
     def take(self, index: int, num_bytes: int) -> torch.Tensor:
-        """See `Link`."""
+        """Wait for a bucket; return its slot. On the target."""
         self._next = self._first + index + 1
         self._wait(_FILLED, self._next)
         self.num_bytes += num_bytes
         return self._slots[index % NUM_SLOTS]
 
     def release(self, index: int) -> None:
-        """See `Link`."""
+        """Give the slot of a bucket back. On the target."""
         self._counters.post(_EMPTIED, self._first + index + 1)
 
     def end(self, num_buckets: int) -> None:
-        """See `Link`."""
+        """Wait until the target has received everything. On the source."""
         self._wait(_EMPTIED, self._first + num_buckets)
 
     def stop(self) -> None:
-        """See `Link`."""
+        """Make both ends fail that wait, or will. From any thread."""
         self._counters.stop()
 
     def _wait(self, counter: int, value: int) -> None:
@@ -138,24 +105,24 @@ class MessageLink:
         self._works: list[dist.Work | None] = [None] * NUM_SLOTS
 
     def begin(self) -> None:
-        """See `Link`."""
+        """See `SharedLink`."""
         self._works, self.num_bytes = [None] * NUM_SLOTS, 0
 
     def wait_free(self, index: int) -> torch.Tensor:
-        """See `Link`."""
+        """See `SharedLink`."""
         self._wait(index)
         return self._slots[index % NUM_SLOTS]
 
     def post(self, index: int, num_bytes: int) -> None:
-        """See `Link`."""
+        """See `SharedLink`."""
         self._works[index % NUM_SLOTS] = self._span.send(self._slots[index % NUM_SLOTS][:num_bytes], self._peer)
 
     def expect(self, index: int, num_bytes: int) -> None:
-        """See `Link`."""
+        """Let a bucket come into its slot, which is free. On the target."""
         self._works[index % NUM_SLOTS] = self._span.receive(self._slots[index % NUM_SLOTS][:num_bytes], self._peer)
 
     def take(self, index: int, num_bytes: int) -> torch.Tensor:
-        """See `Link`."""
+        """See `SharedLink`."""
         self._wait(index)
         self.num_bytes += num_bytes
         return self._slots[index % NUM_SLOTS]
@@ -164,7 +131,7 @@ class MessageLink:
         """Do nothing: `expect` comes next for this slot."""
 
     def end(self, num_buckets: int) -> None:
-        """See `Link`."""
+        """See `SharedLink`."""
         for index in range(NUM_SLOTS):
             self._wait(index)
 
@@ -178,3 +145,7 @@ class MessageLink:
                 self._span.wait(work)
             except PeerLostError as error:
                 raise PeerLostError(f"{self._span.name_of(self._peer)} {error}") from error
+
+
+Link = SharedLink | MessageLink
+"""One end of a link."""

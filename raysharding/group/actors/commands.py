@@ -33,6 +33,7 @@ from raysharding.group.actors.memory_gauge import export_memory
 from raysharding.group.actors.model_facts import ModelFacts
 from raysharding.group.actors.title import Title
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
+from raysharding.group.ranks import RankInfo
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
 from raysharding.worker import PredictStart, PredictSteps, Worker, thread_state_restored
@@ -55,16 +56,10 @@ class Step:
 class Assignment:
     """Place of a rank in the group."""
 
-    rank: int
-    """Global rank."""
+    info: RankInfo
+    """The rank, its node and its device."""
     world_size: int
     """Number of ranks."""
-    local_rank: int
-    """Number of the rank on its node, and index of its accelerator."""
-    device: str
-    """`cpu`, or type and index of an accelerator, such as `cuda:<local_rank>`."""
-    node_ip: str
-    """Address of the rank's node."""
     visible_gpus: str
     """CUDA_VISIBLE_DEVICES of the node; empty for CPU ranks."""
     num_threads: int
@@ -145,10 +140,11 @@ class RankCommands:
         A rank with a module keeps it in the new process group. A new rank among such ranks builds its module from the
         blueprint meanwhile. All of them make the device mesh, in the same order.
         """
-        self._title.show_rank(place.rank)
-        self._address, self._node_ip = address, place.node_ip
+        info = place.info
+        self._title.show_rank(info.rank)
+        self._address, self._node_ip = address, info.node_ip
         leave_process_group()
-        device = torch.device(place.device)
+        device = torch.device(info.device)
         # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
         os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
@@ -158,18 +154,18 @@ class RankCommands:
             torch.set_num_threads(place.num_threads)
         join_process_group(
             address,
-            rank=place.rank,
+            rank=info.rank,
             world_size=place.world_size,
             device=device,
-            node_ip=place.node_ip,
+            node_ip=info.node_ip,
             rendezvous_s=place.rendezvous_s,
             timeout_s=place.collective_s,
             server=self._server,
         )
         if self._rank_worker is None:
-            worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
+            worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
             self._rank_worker = worker
-            export_memory(self._title.group, place.rank, self.status)
+            export_memory(self._title.group, info.rank, self.status)
             if blueprint is not None:
                 opened = Checkpoint.from_json(blueprint.checkpoint)
                 worker.build(blueprint.model, opened, blueprint.sharding, blueprint.loading, is_copy=True)

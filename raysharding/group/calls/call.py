@@ -45,17 +45,13 @@ def fetched(sent: Sent, timeout_s: float) -> Any:
     return ray.get(sent, timeout=timeout_s)
 
 
-def _as_sent(_: int, value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Collect:
     """Functions that turn the ranks' values into the caller's result, on the thread that requests the result."""
 
     join: Callable[[Call], Any]
     """Returns the result of the whole call."""
-    own: Callable[[int, Any], Any] = _as_sent
+    own: Callable[[int, Any], Any] = lambda _, value: value
     """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
 
 

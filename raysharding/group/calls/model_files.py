@@ -6,7 +6,9 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
-from raysharding.checkpoint import is_checkpoint, new_token, read_save_record, remove_unfinished
+from raysharding.checkpoint import read_save_record
+from raysharding.checkpoint.format import new_token
+from raysharding.checkpoint.writing import is_checkpoint, remove_unfinished
 from raysharding.errors import CheckpointError
 
 _NUM_BEGUN = 64

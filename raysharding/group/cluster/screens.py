@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -35,16 +35,6 @@ class Picture:
     def _repr_html_(self) -> str:
         table = (html_rows(self.header, self.rows),) if self.rows else ()
         return html_report(f"{self.title} ({self.time})", "<br>", html_lines(self.lines), *table)
-
-
-class Screen(Protocol):
-    """Shows one picture at a time. One thread draws."""
-
-    def draw(self, picture: Picture) -> None:
-        """Replace the picture."""
-
-    def close(self, picture: Picture) -> None:
-        """Replace the picture by one that stays."""
 
 
 def open_screen(first: Picture) -> Screen:
@@ -109,3 +99,7 @@ class _Log:
             tell(line)
 
     close = draw
+
+
+Screen = _Cell | _Terminal | _Log
+"""Shows one picture at a time: `draw` replaces the picture, `close` replaces it by one that stays. One thread draws."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -53,6 +54,25 @@ class DatasetHandle:
         if isinstance(self.source, DatasetBlocks) and ray.is_initialized():
             for member in members:
                 member.actor.pin.remote(self.source.key, None)
+
+
+@contextmanager
+def pinned_for(datasets: Sequence[DatasetHandle], members: Sequence[Member]) -> Iterator[None]:
+    """Pin datasets for the first call of the ranks that reads them, which is the body of the context.
+
+    Raises:
+        GroupError: A rank does not answer. Raised after the body: if a rank is gone, the body's call raises a better
+            error, from the supervision.
+    """
+    silent: GroupError | None = None
+    try:
+        for data in datasets:
+            data.pin(members)
+    except GroupError as error:
+        silent = error
+    yield
+    if silent is not None:
+        raise silent
 
 
 def dataset_handle(

@@ -17,7 +17,7 @@ from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
 from raysharding.group.calls import ProgressBar, collect_all, collect_returns, progress_bar
 from raysharding.group.cluster import tell
-from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.datasets import DatasetHandle, pinned_for
 from raysharding.group.fit.evaluations import tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
@@ -59,34 +59,25 @@ class PredictReport:
         return f"{self.num_rows:,} rows{found} in {self.num_files:,} files in {self.output}: {rate}"
 
 
+@dataclass
 class PredictRun:
     """One call of `predict`."""
 
-    def __init__(
-        self,
-        running: Callable[[], RunningGroup],
-        plan: PredictPlan,
-        data: DatasetHandle,
-        progress: bool | None,
-        lock: FitLock,
-        restart: Callable[[], RestartReport],
-    ) -> None:
-        """Create a run that has not begun.
+    running: Callable[[], RunningGroup]
+    """Returns the group that computes; a restart replaces its ranks."""
+    plan: PredictPlan
+    """The ranks' part of the run."""
+    data: DatasetHandle
+    """The data that the ranks read."""
+    progress: bool | None
+    """See `progress_bar`."""
+    lock: FitLock
+    """Reports whether the run is to end early."""
+    restart: Callable[[], RestartReport]
+    """Restarts the group."""
 
-        Args:
-            running: Returns the group that computes; a restart replaces its ranks.
-            plan: The ranks' part of the run.
-            data: The data that the ranks read.
-            progress: See `progress_bar`.
-            lock: Reports whether the run is to end early.
-            restart: Restarts the group.
-        """
-        self._running = running
-        self._plan = plan
-        self._data = data
-        self._progress = progress
-        self._lock = lock
-        self._restarts = Restarts("predict", running, restart)
+    def __post_init__(self) -> None:
+        self._restarts = Restarts("predict", self.running, self.restart)
         self._started = time.monotonic()
         self._is_over = False
         self._num_done = 0
@@ -105,32 +96,26 @@ class PredictRun:
         try:
             start = self._begin()
             self._check_restartable(start)
-            with progress_bar(self._progress, "predict", "rows", start.num_rows, start.num_done) as bar:
+            with progress_bar(self.progress, "predict", "rows", start.num_rows, start.num_done) as bar:
                 self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
         finally:
             self._let_go()
-        if self._plan.output is None:
+        if self.plan.output is None:
             return self._joined()
         seconds, number = time.monotonic() - self._started, self._restarts.number
-        return PredictReport(self._plan.output, start.num_rows, start.num_done, start.num_parts, seconds, number)
+        return PredictReport(self.plan.output, start.num_rows, start.num_done, start.num_parts, seconds, number)
 
     @property
     def _client(self) -> Client:
-        return self._running().client
+        return self.running().client
 
     def _begin(self) -> PredictStart:
         """Make the ranks open the data and the output."""
-        silent: GroupError | None = None
-        try:
-            self._data.pin(self._client.members)
-        except GroupError as error:
-            silent = error  # if a rank is gone, the next call raises a better error, from the supervision
-        plan = replace(self._plan, taken=tuple(self._tables))
-        start: PredictStart = self._client.submit_same("predict_begin", plan).result()
-        if silent is not None:
-            raise silent
+        plan = replace(self.plan, taken=tuple(self._tables))
+        with pinned_for([self.data], self._client.members):
+            start: PredictStart = self._client.submit_same("predict_begin", plan).result()
         self._is_over, self._num_done = start.is_over, start.num_done
-        self._plan = replace(self._plan, num_parts=start.num_parts)
+        self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
 
     def _check_restartable(self, start: PredictStart) -> None:
@@ -155,8 +140,8 @@ class PredictRun:
             CallCancelledError: `interrupt` was called.
         """
         while not self._is_over:
-            later = "; resume=True continues with the others" if self._plan.output else ""
-            self._lock.check_interrupted(f"interrupt() ended predict after {self._num_done:,} rows{later}")
+            later = "; resume=True continues with the others" if self.plan.output else ""
+            self.lock.check_interrupted(f"interrupt() ended predict after {self._num_done:,} rows{later}")
             begun = time.monotonic()
             number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
             replies: list[PredictSteps] = self._client.submit_same(
@@ -192,7 +177,7 @@ class PredictRun:
                 self._tables[first] = ref
                 self._num_bytes += num_bytes
                 self._schemas[first] = schema = schema_from_text(text)
-                self._schema = unify_schemas([self._schema or schema, schema], self._plan.maker)
+                self._schema = unify_schemas([self._schema or schema, schema], self.plan.maker)
 
     def _joined(self) -> Any:
         """Return a table of all rows, or a dataset if it would be larger than `max_output_bytes`."""
@@ -221,7 +206,7 @@ class PredictRun:
         if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self._client.submit_same("predict_end", is_last=True).result()
-            self._data.unpin(self._client.members)
+            self.data.unpin(self._client.members)
 
 
 @ray.remote(num_cpus=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from raysharding.errors import CallCancelledError, GroupError, GroupTakenOverError, RendezvousError
 from raysharding.group.cluster import tell
@@ -12,32 +13,24 @@ from raysharding.group.recovery import RestartReport
 from raysharding.group.supervision import GroupState
 
 
+@dataclass
 class Restarts:
     """Runs steps, and restarts the group at most `max_restarts` times."""
 
-    def __init__(
-        self,
-        what: str,
-        running: Callable[[], RunningGroup],
-        restart: Callable[[], RestartReport],
-        may_restart: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Begin without a restart.
+    what: str
+    """Name of the run, for people."""
+    running: Callable[[], RunningGroup]
+    """Returns the group; a restart replaces its ranks."""
+    restart: Callable[[], RestartReport]
+    """Restarts the group."""
+    may_restart: Callable[[], bool] = lambda: True
+    """Returns False if the run is to end instead."""
+    number: int = 0
+    """Number of restarts so far, including those that failed because another rank was lost."""
 
-        Args:
-            what: Name of the run, for people.
-            running: Returns the group; a restart replaces its ranks.
-            restart: Restarts the group.
-            may_restart: Returns False if the run is to end instead.
-        """
-        self.number = 0
-        """Number of restarts so far, including those that failed because another rank was lost."""
-        self.limit = running().spec.max_restarts
+    def __post_init__(self) -> None:
+        self.limit = self.running().spec.max_restarts
         """Largest number of restarts."""
-        self._what = what
-        self._running = running
-        self._restart = restart
-        self._may_restart = may_restart
 
     def run(self, steps: Callable[[], None], go_back: Callable[[RestartReport], None]) -> None:
         """Run all steps.
@@ -60,15 +53,15 @@ class Restarts:
             except (GroupTakenOverError, CallCancelledError):
                 raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                state = self._running().client.supervisor.state
-                if state is not GroupState.BROKEN or self.number >= self.limit or not self._may_restart():
+                state = self.running().client.supervisor.state
+                if state is not GroupState.BROKEN or self.number >= self.limit or not self.may_restart():
                     raise
                 lost = error
 
     def _restarted(self, error: Exception) -> RestartReport:
         self.number += 1
-        tell(f"{self._what}: {_cause(error)}; restart {self.number} of {self.limit}")
-        return self._restart()
+        tell(f"{self.what}: {_cause(error)}; restart {self.number} of {self.limit}")
+        return self.restart()
 
     @contextmanager
     def _after(self, lost: Exception) -> Iterator[None]:
@@ -76,7 +69,7 @@ class Restarts:
         try:
             yield
         except Exception as error:
-            error.add_note(f"raysharding: {self._what} was restarting after: {_cause(lost)}")
+            error.add_note(f"raysharding: {self.what} was restarting after: {_cause(lost)}")
             raise
 
 

@@ -30,7 +30,7 @@ from raysharding.group.calls import (
 )
 from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
-from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.datasets import DatasetHandle, pinned_for
 from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to, tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
@@ -108,44 +108,33 @@ class FitOptions:
         return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
 
 
+@dataclass
 class FitRun:
     """One call of `fit`."""
 
-    def __init__(
-        self,
-        running: Callable[[], RunningGroup],
-        plan: FitPlan,
-        data: DatasetHandle,
-        options: FitOptions,
-        fits: FitLock,
-        save: Callable[..., object],
-        restart: Callable[[], RestartReport],
-        load: Callable[[str], Call],
-    ) -> None:
-        """Create a run that has not begun.
+    running: Callable[[], RunningGroup]
+    """Returns the group whose model is trained; a restart replaces its ranks."""
+    plan: FitPlan
+    """The ranks' part of the run."""
+    data: DatasetHandle
+    """The data that the ranks read."""
+    options: FitOptions
+    """The driver's options."""
+    fits: FitLock
+    """The lock that reports whether the run is to end early."""
+    save: Callable[..., object]
+    """Saves the model, as `ShardedModelGroup.save` does."""
+    restart: Callable[[], RestartReport]
+    """Restarts the group."""
+    load: Callable[[str], Call]
+    """Begins the load of a save, as `ShardedModelGroup.load` does."""
 
-        Args:
-            running: Returns the group whose model is trained; a restart replaces its ranks.
-            plan: The ranks' part of the run.
-            data: The data that the ranks read.
-            options: The driver's options.
-            fits: The lock that reports whether the run is to end early.
-            save: Saves the model, as `ShardedModelGroup.save` does.
-            restart: Restarts the group.
-            load: Begins the load of a save, as `ShardedModelGroup.load` does.
-        """
-        self._running = running
-        self._plan = plan
-        self._data = data
-        self._options = options
-        self._fits = fits
-        self._save_group = save
-        self._load_group = load
-        self._stop = StopSignal(is_wanted=options.save_on_signal, abandon=self._abandon)
-        self._gauges = RayGauges(running().client.supervisor.name)
-        self._callbacks: list[Callback] = [fits.note, self._gauges, *options.callbacks]
+    def __post_init__(self) -> None:
+        self._stop = StopSignal(is_wanted=self.options.save_on_signal, abandon=self._abandon)
+        self._gauges = RayGauges(self.running().client.supervisor.name)
+        self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
         # Whoever stops the driver by a signal may have stopped the ranks as well.
-        self._restarts = Restarts("fit", running, restart, may_restart=lambda: not self._stop.came)
+        self._restarts = Restarts("fit", self.running, self.restart, may_restart=lambda: not self._stop.came)
         self._started = time.monotonic()
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []
@@ -160,8 +149,9 @@ class FitRun:
         self._paths: set[str] = set()
         self._skipped: list[int] = []
         self._warned: set[str] = set()
-        self._evaluations = Evaluations(options.evaluation)
-        self._datasets = [data] if options.evaluation is None else [data, options.evaluation.data]
+        evaluation = self.options.evaluation
+        self._evaluations = Evaluations(evaluation)
+        self._datasets = [self.data] if evaluation is None else [self.data, evaluation.data]
         self._last: FitStep | None = None
 
     def run(self) -> FitReport:
@@ -175,11 +165,11 @@ class FitRun:
 
     def _run(self) -> FitReport:
         try:
-            resume = self._options.resume
+            resume = self.options.resume
             self._begin(resume=self._load_latest() if resume == "latest" else resume)
             self._secure_the_beginning()
             done = self._place.num_steps
-            with progress_bar(self._options.progress, "fit", "steps", self._total, done) as bar:
+            with progress_bar(self.options.progress, "fit", "steps", self._total, done) as bar:
                 self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
         except BaseException as error:
             self._end(error)
@@ -188,14 +178,14 @@ class FitRun:
             self._end(None)
         finally:
             if self._begun is not None:
-                self._fits.last_report = self._report()
-        assert self._fits.last_report is not None, "the run has begun"
-        return self._fits.last_report
+                self.fits.last_report = self._report()
+        assert self.fits.last_report is not None, "the run has begun"
+        return self.fits.last_report
 
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self._running().files.saves if path in self._paths]
+        committed = [path for path in self.running().files.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -216,7 +206,7 @@ class FitRun:
 
     @property
     def _client(self) -> Client:
-        return self._running().client
+        return self.running().client
 
     @property
     def _place(self) -> Position:
@@ -233,32 +223,25 @@ class FitRun:
 
     def _load_latest(self) -> bool:
         """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
-        latest: tuple[str, bool] | None = self._submit("latest_save", self._options.save_to).result()
+        latest: tuple[str, bool] | None = self._submit("latest_save", self.options.save_to).result()
         if latest is None:
             return False
         path, is_held = latest
         if not is_held:
-            self._load_group(path).result()
+            self.load(path).result()
         return True
 
     def _begin(self, *, resume: bool) -> None:
         """Make the ranks open the data, and get their position in the run."""
         if resume:
-            self._client.pending.wait(self._plan.data.stall_s)  # one of them may be the save of this step
-        silent: GroupError | None = None
-        try:
-            for data in self._datasets:
-                data.pin(self._client.members)
-        except GroupError as error:
-            silent = error  # if a rank is gone, the next call raises a better error, from the supervision
-        arguments = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
-        start: FitStart = self._submit("fit_begin", *arguments).result()
-        self._position, self._total = start.position, start.total_steps
-        self._evaluations.begin(start.position)
-        if start.has_save:
-            self._asked = start.position.num_steps
-        if silent is not None:
-            raise silent
+            self._client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
+        with pinned_for(self._datasets, self._client.members):
+            arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
+            start: FitStart = self._submit("fit_begin", *arguments).result()
+            self._position, self._total = start.position, start.total_steps
+            self._evaluations.begin(start.position)
+            if start.has_save:
+                self._asked = start.position.num_steps
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
             if self._restarts.limit:
@@ -277,7 +260,7 @@ class FitRun:
         """
         if not self._restarts.limit or self._begun_in_files:
             return
-        if self._options.save_to is None:
+        if self.options.save_to is None:
             raise ValueError(
                 f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
                 "was loaded or saved: a restart would lose that. Save the group first, with its optimizer, or pass "
@@ -298,7 +281,7 @@ class FitRun:
         """
         if isinstance(error, CheckpointError) and self._paths:
             # A full disk fails every save of the run in progress: they become notes here, and later calls do not raise.
-            for other in self._client.pending.take_failed(self._paths, self._plan.data.stall_s):
+            for other in self._client.pending.take_failed(self._paths, self.plan.data.stall_s):
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
@@ -324,7 +307,7 @@ class FitRun:
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Wait for the group's background saves after a restart, and continue from the ranks' position."""
         try:
-            self._client.pending.wait(self._plan.data.stall_s)
+            self._client.pending.wait(self.plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         self._asked = None
@@ -352,7 +335,7 @@ class FitRun:
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
             step = self._place.num_steps
-            self._fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
+            self.fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
             begun = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - begun
@@ -362,22 +345,22 @@ class FitRun:
                 self._step_s = seconds / len(replies[0].steps)
                 told = self._note(replies, seconds)
             is_over = self._after_steps(told, bar, is_over=is_over)
-        self._client.pending.wait(self._plan.data.stall_s)
+        self._client.pending.wait(self.plan.data.stall_s)
 
     def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
         self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
         is_over = is_over or self._evaluations.stopped is not None or self._stop.came
-        if self._options.save_to is not None and self._is_due(is_over=is_over):
-            self._save(in_background=self._options.async_save)
+        if self.options.save_to is not None and self._is_due(is_over=is_over):
+            self._save(in_background=self.options.async_save)
         return is_over
 
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        intervals = [*self._options.callback_intervals]
-        if self._options.save_every is not None:
-            intervals.append(self._options.save_every)
+        intervals = [*self.options.callback_intervals]
+        if self.options.save_every is not None:
+            intervals.append(self.options.save_every)
         ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
         return min([number, *(end for end in ends if end is not None)])
 
@@ -450,7 +433,7 @@ class FitRun:
             warn(f"fit: {what}")
 
     def _is_due(self, *, is_over: bool) -> bool:
-        every, done = self._options.save_every, self._place.num_steps
+        every, done = self.options.save_every, self._place.num_steps
         if done == self._asked or (done == 0 and self._begun_in_files):
             return False
         is_asked = every is not None and done > 0 and not done % every
@@ -458,17 +441,17 @@ class FitRun:
 
     @property
     def _save_path(self) -> str:
-        return join_path(str(self._options.save_to), f"step-{self._place.num_steps}")
+        return join_path(str(self.options.save_to), f"step-{self._place.num_steps}")
 
     def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
-        options, number, path = self._options, self._place.num_steps, self._save_path
+        options, number, path = self.options, self._place.num_steps, self._save_path
         # Where the loss or the gradient is NaN, the weights may be, too: good saves are not removed for them.
         told = {} if self._last is None else self._last.metrics
         is_finite = all(math.isfinite(told.get(name, 0.0)) for name in ("loss", "grad_norm"))
         keep_last = options.keep_last if is_finite else None
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
-        self._save_group(path, overwrite=True, keep_last=keep_last, async_save=in_background)
+        self.save(path, overwrite=True, keep_last=keep_last, async_save=in_background)
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun

@@ -70,11 +70,9 @@ def _diagnose(placement: Placement) -> PreflightReport:
         store = rendezvous(running)
         preflight.listened("rank 0's store", store.host, store.port)
         preflight.link()
-    except PreflightError as error:
-        if not preflight.report().errors:
-            preflight.add([Finding(True, "link", str(error))])
     except RayshardingError as error:
-        preflight.add([Finding(True, "link", str(error))])
+        if not (isinstance(error, PreflightError) and preflight.report().errors):
+            preflight.add([Finding(True, "link", str(error))])
     finally:
         supervisor.shutdown()
     return preflight.report()

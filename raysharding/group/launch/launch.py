@@ -29,20 +29,12 @@ from raysharding.group.cluster import (
     cluster_cpus,
     cluster_gpus,
     connect,
-    join_announced,
     reserve,
     wait_placed,
 )
 from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import (
-    GroupSpec,
-    Opened,
-    check_fit,
-    opened_here,
-    opened_on_a_node,
-    opened_without_cluster,
-)
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
 from raysharding.group.supervision import Client, Replicas, Supervisor
@@ -193,14 +185,7 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
         spec: The group's spec.
         claim: Called with the group's name, if it has one, before anything is placed; raises if the name is taken.
     """
-    spec.check()
-    # Before Ray is started, which these checks do not need.
-    spec = spec.located()
-    opened = opened_here(spec)
-    is_joined = join_announced()
-    if opened is None:
-        # A cluster of this machine alone would see no more than this process.
-        opened = opened_on_a_node(spec, spec.timeouts.start_s) if is_joined else opened_without_cluster(spec)
+    spec, opened, is_joined = open_spec(spec)
     # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
     is_checked = not is_joined or spec.name is not None
     if is_checked:
@@ -306,11 +291,8 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     address: StoreAddress = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(
-            rank=info.rank,
+            info=info,
             world_size=len(ranks),
-            local_rank=info.local_rank,
-            device=info.device,
-            node_ip=info.node_ip,
             visible_gpus=visible,
             num_threads=choose_num_threads(running.spec.placement),
             rendezvous_s=timeouts.rendezvous_s,
@@ -322,6 +304,6 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     of_new = blueprints or {}
     deadline_s += timeouts.start_s if of_new else 0.0  # time to build a module, after the rendezvous
     client.submit_each(
-        "join", [(place, address, of_new.get(place.rank)) for place in places], deadline_s=deadline_s
+        "join", [(place, address, of_new.get(place.info.rank)) for place in places], deadline_s=deadline_s
     ).result()
     return address

@@ -28,19 +28,12 @@ from raysharding.group.cluster import (
     assign,
     choose_ranks,
     cluster_capacity,
-    join_announced,
     local_capacity,
     rank_need,
     show_resources,
     text_table,
 )
-from raysharding.group.launch.spec import (
-    GroupSpec,
-    fitted_module,
-    opened_here,
-    opened_on_a_node,
-    opened_without_cluster,
-)
+from raysharding.group.launch.spec import GroupSpec, fitted_module, open_spec
 from raysharding.html import html_lines, html_report, html_rows
 from raysharding.models import wrap_groups
 from raysharding.units import format_bytes as size
@@ -203,12 +196,7 @@ _ANSWER_S = 15.0
 
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
     """Plan a group; see `ShardedModelGroup.plan`."""
-    spec.check()
-    spec = spec.located()
-    opened = opened_here(spec)
-    has_cluster = nodes is None and join_announced()
-    if opened is None:
-        opened = opened_on_a_node(spec, _ANSWER_S) if has_cluster else opened_without_cluster(spec)
+    spec, opened, has_cluster = open_spec(spec, answer_s=_ANSWER_S, alone=nodes is not None)
     base = opened.base
     if nodes is None:
         nodes = cluster_capacity(spec.placement, _ANSWER_S) if has_cluster else local_capacity()

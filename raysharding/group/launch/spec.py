@@ -24,7 +24,7 @@ from raysharding.checkpoint.storage import HubAccess, access_to, is_remote, norm
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
-from raysharding.group.cluster import Lifetime, ask_nodes, check_name
+from raysharding.group.cluster import Lifetime, ask_nodes, check_name, join_announced
 from raysharding.group.rpc import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
 
@@ -291,38 +291,35 @@ class Opened:
         return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
 
 
-def opened_here(spec: GroupSpec) -> Opened | None:
-    """Open the checkpoint of a spec in this process; return `None` if this machine does not see all of it.
+def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
+    """Check a spec and open its checkpoint: in this process, or on the first node of the cluster that sees its path.
 
-    Raises:
-        CheckpointError: The checkpoint is not valid, or adapters name no base that can be opened.
-        ValueError: The adapters in the files differ from `peft_config`.
-    """
-    return _opened(spec, partial(open_here, opener=_opener(spec)))
-
-
-def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
-    """Open the checkpoint of a spec on the first node of the cluster that sees its path; see `opened_here`.
+    Starts no cluster: what is wrong with the arguments or the files is found without Ray where this machine sees them.
 
     Args:
         spec: The group's spec.
-        start_s: Deadline for the nodes' answers.
+        answer_s: Deadline for the nodes' answers. Default: `Timeouts.start_s`.
+        alone: True to join no cluster that is announced.
+
+    Returns:
+        The spec with its checkpoint located, the opened checkpoint, and whether a cluster was joined.
+
+    Raises:
+        CheckpointError: The checkpoint is not valid, or adapters name no base that can be opened.
+        ValueError: An argument is wrong, or the adapters in the files differ from `peft_config`.
     """
-    opener = _opener(spec)
-    opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
-    assert opened is not None, "open_on_a_node raises if no node sees the path"
-    return opened
-
-
-def opened_without_cluster(spec: GroupSpec) -> Opened:
-    """Open the checkpoint of a spec in this process, without a cluster whose nodes might see it; see `opened_here`."""
-    opened = _opened(spec, _opener(spec))
-    assert opened is not None, "open_checkpoint raises if the path is not there"
-    return opened
-
-
-def _opener(spec: GroupSpec) -> Opener:
-    return open_config if spec.random_weights else open_checkpoint
+    spec.check()
+    spec = spec.located()
+    opener: Opener = open_config if spec.random_weights else open_checkpoint
+    opened = _opened(spec, partial(open_here, opener=opener))
+    is_joined = not alone and join_announced()
+    if opened is None and is_joined:
+        start_s = spec.timeouts.start_s if answer_s is None else answer_s
+        opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
+    elif opened is None:
+        opened = _opened(spec, opener)  # a cluster of this machine alone would see no more than this process
+    assert opened is not None, "an opener raises if the path is not there"
+    return spec, opened, is_joined
 
 
 def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from ray.util.metrics import Counter
 
-from raysharding.checkpoint import newest_after
 from raysharding.checkpoint.storage import normal_path
+from raysharding.checkpoint.writing import newest_after
 from raysharding.errors import GroupTakenOverError, RayshardingError
 from raysharding.group.calls import UndoOnInterrupt
 from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous

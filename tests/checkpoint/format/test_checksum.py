@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysharding.checkpoint import Checksums
+from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.format.checksum import crc32_combine
 
 DATA = random.Random(0).randbytes(100_000)

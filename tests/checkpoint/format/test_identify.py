@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import file_system_type, identify, identify_files, open_checkpoint
+from raysharding.checkpoint import identify, identify_files, open_checkpoint
+from raysharding.checkpoint.storage import file_system_type
 from raysharding.checkpoint.storage.local import _type_in
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, save, save_sharded, write_raw

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding.checkpoint import new_token, open_checkpoint, staging_path
+from raysharding.checkpoint import open_checkpoint
+from raysharding.checkpoint.format import new_token, staging_path
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save, save_sharded, sidecar_files
 

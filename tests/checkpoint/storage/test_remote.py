@@ -11,9 +11,9 @@ import pyarrow
 import pytest
 import torch
 
-from raysharding.checkpoint import Checkpoint, FileReader, file_system_type, identify, identify_files, open_checkpoint
+from raysharding.checkpoint import Checkpoint, FileReader, identify, identify_files, open_checkpoint
 from raysharding.checkpoint.format.index import read_sidecar
-from raysharding.checkpoint.storage import storage_of
+from raysharding.checkpoint.storage import file_system_type, storage_of
 from raysharding.checkpoint.storage.interface import Found
 from raysharding.checkpoint.storage.remote import RemoteFile, connect, cut_views
 from raysharding.checkpoint.storage.requests import RemoteOptions, Requests

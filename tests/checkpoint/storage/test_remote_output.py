@@ -9,23 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import (
-    FileReader,
+from raysharding.checkpoint import FileReader, SaveRecord, open_checkpoint
+from raysharding.checkpoint.storage.output import RemoteOutput
+from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.requests import RemoteOptions
+from raysharding.checkpoint.storage.uri import join_path
+from raysharding.checkpoint.writing import (
     FileWriter,
-    SaveRecord,
     create_staging,
     is_left_over,
     newest_after,
-    open_checkpoint,
     remove_older,
     remove_staging,
     write_file,
     write_index,
 )
-from raysharding.checkpoint.storage.output import RemoteOutput
-from raysharding.checkpoint.storage.remote import remote_storage
-from raysharding.checkpoint.storage.requests import RemoteOptions
-from raysharding.checkpoint.storage.uri import join_path
 from raysharding.checkpoint.writing.manifest import Manifest, write_manifest
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save as save_locally

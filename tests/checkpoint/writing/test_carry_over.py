@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding.checkpoint import (
-    SaveRecord,
+from raysharding.checkpoint import SaveRecord, open_checkpoint
+from raysharding.checkpoint.writing import (
     commit_staging,
     create_staging,
-    open_checkpoint,
     remove_older,
     remove_staging,
     remove_unfinished,

@@ -14,21 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import (
-    FileReader,
+from raysharding.checkpoint import FileReader, open_checkpoint
+from raysharding.checkpoint.format import new_token, staging_path
+from raysharding.checkpoint.format.index import FileSet, resolve_files
+from raysharding.checkpoint.storage.interface import Storage
+from raysharding.checkpoint.writing import (
     check_destination,
+    commit,
     commit_staging,
     create_staging,
-    new_token,
-    open_checkpoint,
     remove_staging,
-    staging_path,
     write_file,
     write_index,
 )
-from raysharding.checkpoint.format.index import FileSet, resolve_files
-from raysharding.checkpoint.storage.interface import Storage
-from raysharding.checkpoint.writing import commit
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
 from tests.checkpoint.staged import StagedDirectory

@@ -18,18 +18,16 @@ from safetensors.torch import save_file
 
 from raysharding.checkpoint import (
     Checkpoint,
-    Checksums,
     FileReader,
-    FileWriter,
     Manifest,
     check_manifest,
     mismatches,
     open_checkpoint,
     read_manifest,
-    write_index,
-    write_manifest,
 )
-from raysharding.checkpoint.writing import manifest as manifest_module
+from raysharding.checkpoint.format import Checksums
+from raysharding.checkpoint.format import index as index_module
+from raysharding.checkpoint.writing import FileWriter, write_index, write_manifest
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, sidecar_files
 from tests.s3 import S3Server, s3, s3_server
@@ -284,7 +282,7 @@ def test_the_good_one_above_is_good(saved: Path) -> None:
 
 def test_a_huge_one_and_one_that_is_no_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(saved)
-    monkeypatch.setattr(manifest_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(index_module, "MAX_JSON_BYTES", 100)
     with pytest.raises(CheckpointError, match="is over the cap of 100 bytes"):
         read_manifest(checkpoint)
     (saved / NAME).unlink()

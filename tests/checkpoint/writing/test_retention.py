@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raysharding.checkpoint import (
-    MANIFEST_NAME,
+from raysharding.checkpoint.format import MANIFEST_NAME, new_token
+from raysharding.checkpoint.writing import (
     check_numbered,
     create_staging,
-    new_token,
     newest_save,
     remove_left_overs,
     remove_older,

@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from raysharding.checkpoint import (
-    FileReader,
-    FileWriter,
-    file_names,
-    open_checkpoint,
-    plan_files,
-    write_file,
-    write_index,
-)
+from raysharding.checkpoint import FileReader, open_checkpoint
+from raysharding.checkpoint.writing import FileWriter, file_names, plan_files, write_file, write_index
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, save
 

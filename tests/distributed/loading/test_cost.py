@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.bench.counters import MemorySampler
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
@@ -23,6 +22,7 @@ from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.models import build_module
 from raysharding.units import MIB
+from tests.bench.memory import MemorySampler
 from tests.spawn import device_type, run_ranks
 
 WORLD_SIZE = 4

@@ -132,7 +132,8 @@ def check_a_save_in_the_background(root: Path) -> None:
     saver.save(module, Destination(str(target)), optimizer=optimizer)
     for _ in range(3):
         step()
-    saver.wait()
+    saver.settle()
+    assert saver.last_committed == str(target)
     after = contents()
     load_checkpoint(module, target)
     load_optimizer_state(module, optimizer, target)

@@ -364,7 +364,7 @@ def test_a_directory_with_no_metadata_names_those_that_have_it(tmp_path: Path) -
 
 MEASURE = """
 import json, sys
-from raysharding.bench.counters import MemorySampler
+from tests.bench.memory import MemorySampler
 from raysharding.distributed import merge_fsdp_weights
 with MemorySampler() as memory:
     merge_fsdp_weights(sys.argv[1], sys.argv[2], sys.argv[3] == "safe")

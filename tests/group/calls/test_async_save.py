@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raysharding import CheckpointError, ShardedModelGroup, Split, Timeouts
-from raysharding.checkpoint import create_staging, remove_staging
+from raysharding.checkpoint.writing import create_staging, remove_staging
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.conftest import make_group

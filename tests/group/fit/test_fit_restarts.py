@@ -269,7 +269,7 @@ def slow_writes(seconds: float) -> Callable[[], None]:
     def slow() -> None:
         import time
 
-        from raysharding.checkpoint import FileWriter
+        from raysharding.checkpoint.writing import FileWriter
 
         quick = FileWriter.write_at
 
@@ -414,7 +414,7 @@ def test_the_users_error_is_not_masked(checkpoint: Path, parquet: Path, tmp_path
             import os
             import time
 
-            from raysharding.checkpoint import FileWriter
+            from raysharding.checkpoint.writing import FileWriter
 
             def close(self: Any) -> None:
                 # Not before the run has begun: its calls would raise this.

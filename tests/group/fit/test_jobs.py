@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from raysharding import FitReport, FitStep, ShardedModelGroup
-from raysharding.checkpoint import MANIFEST_NAME, create_staging
+from raysharding.checkpoint.format import MANIFEST_NAME
+from raysharding.checkpoint.writing import create_staging
 from raysharding.group import GroupState
 from raysharding.group.calls import progress
 from tests.conftest import make_group
