@@ -113,7 +113,8 @@ def test_an_item_stays_in_one_step_on_one_rank(
             starts = one.rows[::rows_per_item]
             assert one.rows == [start + row for start in starts for row in range(rows_per_item)]
             assert not any(start % rows_per_item for start in starts)
-            assert max(one.counts) - min(one.counts) <= rows_per_item
+            if not shuffle or sum(one.counts) == batch_size:  # lanes end in the last step, wherever they are
+                assert max(one.counts) - min(one.counts) <= rows_per_item
 
 
 def test_pairs_of_a_list_are_shuffled_as_pairs() -> None:
