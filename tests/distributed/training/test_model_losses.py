@@ -30,6 +30,7 @@ KINDS = {
     "CLIPModel": COMPARED,
     "DebertaForMaskedLM": READ,
     "DetrForObjectDetection": MATCHED,
+    "HrmTextForCausalLM": READ,  # runs its blocks without gradients first
     "MixtralForCausalLM": READ,
     "MixtralForCausalLM + output_router_logits": ROUTED,
     "MobileBertForMaskedLM": READ,
@@ -40,6 +41,7 @@ MORE = {
     **dict.fromkeys((one.model for one in ARCHITECTURES.values()), READ),
     **dict.fromkeys(("DebertaV2ForMaskedLM", "LevitForImageClassification", "LxmertForPreTraining"), READ),
     **dict.fromkeys(("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "XLNetLMHeadModel"), READ),
+    "EuroBertForSequenceClassification": READ,  # pools logits, of as many classes as a rank has rows
     **dict.fromkeys(("LlamaForQuestionAnswering", "AlbertForPreTraining", "MobileBertForPreTraining"), TWICE),
     **{case: kind for case, kind in KINDS.items() if case.startswith("Bert")},
     "CLIPModel": COMPARED,

@@ -160,19 +160,21 @@ class _Gate:
         self._recorder = recorder
         self._with_backward = with_backward
         self._depth = 0
+        self._had_grad = True
 
     def enter_block(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1 and current_function_mode() is self._recorder:
             self._recorder.__exit__(None, None, None)
-            torch.set_grad_enabled(self._with_backward)
+            self._had_grad = torch.is_grad_enabled()  # a model may run blocks without: HRM's first cycles
+            torch.set_grad_enabled(self._had_grad and self._with_backward)
 
     def leave_block(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._depth -= 1
         if self._depth or current_function_mode() is self._recorder:
             return output
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
-        torch.set_grad_enabled(True)
+        torch.set_grad_enabled(self._had_grad)
         output = output if self._with_backward else _give_gradient(_module, _inputs, output)
         found = [leaf.grad_fn for _, leaf in leaves(output) if _has_gradient(leaf)]
         self._recorder.layers |= dict.fromkeys(node for node in found if node is not None)

@@ -48,7 +48,7 @@ _ALONG_A_DIM = names_of("Cummax Cummin Cumprod Cumsum Gather LogCumsumExp LogSof
 _PARTS = names_of("Index Slice Select Split SplitWithSizes Unbind")
 _OF_ONE = _DIMS | _REDUCTIONS | _ALONG_A_DIM | _PARTS
 """Operations of one operand."""
-_OUTPUTS = SAME_ELEMENTS | _ELEMENTWISE | _ALONG_A_DIM | _PARTS | names_of("IndexSelect")
+_OUTPUTS = SAME_ELEMENTS | _ELEMENTWISE | _OF_ONE | names_of("IndexSelect")
 """Operations between the last layers of a model and its output."""
 _PRODUCTS = names_of("Mm Addmm Bmm Baddbmm")
 _LAYERS = _PRODUCTS | names_of("""

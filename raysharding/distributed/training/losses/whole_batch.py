@@ -177,7 +177,8 @@ def _of_recorded(
     if recorded.result is None:
         loss_of(recorded.output)  # raises
     reading, refusal = _read(module, recorded, batch, loss)
-    if _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch)):
+    refusal = _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch))
+    if not refusal:
         return _over_ranks(recorded, batch, reading, compute_device(module))
     del recorded, reading  # and its activations
     return _by_label_counts(module, batch, with_backward, refusal)
@@ -248,8 +249,8 @@ def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
     }
 
 
-def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, reading: Reading, refusal: str) -> bool:
-    """Return True if every rank has read the same terms, False if labels are to be counted; collective.
+def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, reading: Reading, refusal: str) -> str:
+    """Return an empty text if every rank has read the same terms; else why not, if labels may be counted; collective.
 
     Raises:
         ValueError: On every rank.
@@ -262,10 +263,10 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     rows = all_gather_ints([int(fact) for fact in facts])
     _refuse_count(any(row[2] for row in rows))
     if any(row[1] for row in rows):
+        first: str = next(filter(None, all_gather_json(refusal)))
         if all(row[3] for row in rows):
-            return False
-        texts = all_gather_json(refusal)
-        raise UnreadableLossError(next(text for text in texts if text))
+            return first
+        raise UnreadableLossError(first)
     if not any(row[5] for row in rows):
         raise refuse("no rank's loss has a graph: no trainable parameter has a part in it")
     told = [row for row, num_rows in zip(rows, batch.rows or (1,) * len(rows), strict=True) if num_rows]
@@ -277,7 +278,7 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     if len({row[0] for row in rows}) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(text)))
         raise ValueError(f"the ranks' losses have different terms ({listed}): return the same terms on every rank")
-    return True
+    return ""
 
 
 def _refuse_count(is_given: bool) -> None:
