@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from raysharding.distributed.comm import is_accelerator, metadata_device, to_host
 from raysharding.distributed.fully_shard.internals import (
+    bases_of,
     fsdp_modules,
     gradient_sync,
     is_sharded,
@@ -189,7 +190,7 @@ class _Reduction:
         if not torch.is_grad_enabled():
             return
         tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
-        for tensor in tensors:
+        for tensor in (*tensors, *bases_of(output, args)):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
         if not tensors and output is not None and not self._warned:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 from raysharding.errors import PlanError, said
 from raysharding.torch_internals import IncompatibleKeys
+from raysharding.tree import leaves
 
 
 class ShardedParameter(NamedTuple):
@@ -304,6 +305,35 @@ def _requires_grad(group: Any) -> list[bool]:
             for one in (parameter, group.fsdp_params[index].sharded_param):
                 one.requires_grad_(found[index])
     return found
+
+
+def gather_behind_views(module: nn.Module) -> None:
+    """Make outputs that are views safe to change in place; each rank alone, without a copy.
+
+    FSDP2 gathers parameters for a backward in a hook of each output. Autograd gives a view that is changed in place a
+    new node, without the hook, above that of what it is a view of: so that one gets the hook, too.
+
+    Args:
+        module: The root, after `fully_shard`.
+    """
+    for part in fsdp_modules(module):
+        assert isinstance(part, nn.Module), "FSDP modules are modules"
+        part.register_forward_hook(_hook_bases, with_kwargs=True)
+
+
+def _hook_bases(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    state = module._get_fsdp_state()
+    if state._training_state.name == "PRE_BACKWARD":  # activation checkpointing computes the output again
+        return
+    for base in bases_of(output, (args, kwargs)):
+        base.register_hook(state._pre_backward)
+
+
+def bases_of(output: Any, inputs: Any) -> list[torch.Tensor]:
+    """Return the tensors with a graph that tensors of an output are views of, without those of the inputs."""
+    outside = [one if one._base is None else one._base for _, one in leaves(inputs) if isinstance(one, torch.Tensor)]
+    bases = [one._base for _, one in leaves(output) if isinstance(one, torch.Tensor) and one._base is not None]
+    return [base for base in bases if base.requires_grad and not any(base is other for other in outside)]
 
 
 def tell_fsdp(module: nn.Module) -> None:

@@ -37,7 +37,13 @@ from raysharding.distributed.fully_shard.gradients import (
     keep_low_precision_grads,
     reduce_after_backward,
 )
-from raysharding.distributed.fully_shard.internals import follow_requires_grad, offloaded, reshard, summoned
+from raysharding.distributed.fully_shard.internals import (
+    follow_requires_grad,
+    gather_behind_views,
+    offloaded,
+    reshard,
+    summoned,
+)
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_hooks import (
@@ -137,6 +143,7 @@ def shard_groups(
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
     follow_requires_grad(module)
+    gather_behind_views(module)
     if lowers_precision(sharding):
         _keep_full_precision(module)
     if sharding.keep_low_precision_grads:

@@ -36,6 +36,7 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.optim import check_schedule_has_loss, step_schedule
 from raysharding.distributed.training.losses import BatchLoss, LossFunction, loss_of_batch
 from raysharding.errors import EmptyBatchError
+from raysharding.models import class_name
 
 _SAME_RATIO = 1e-9
 """Largest difference of shares that are the same: of quotients of whole numbers in fp64."""
@@ -318,9 +319,25 @@ def _run_pass(
         scales = done.scales(found)
         with gradient_sync(module, sync):
             found.backward(scales)
+        if sync:
+            _check_gradients(module)
         value = done.add(found, is_reduced=sync, may_be_empty=may_be_empty)
         done.check_ratio()
     return value
+
+
+def _check_gradients(module: nn.Module) -> None:
+    """Raise if a backward reached nothing that is trained; not collective.
+
+    Raises:
+        ValueError: No trainable parameter has a gradient.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if trained and all(parameter.grad is None for parameter in trained):
+        raise ValueError(
+            f"the backward gave none of the {len(trained)} trainable parameters of {class_name(module)} a gradient: "
+            "the loss depends on none of them; look for detach(), no_grad(), and tensors made anew from the output"
+        )
 
 
 def _counts_of(module: nn.Module, parts: Sequence[RankBatch], loss: LossFunction | None) -> torch.Tensor:
