@@ -390,14 +390,15 @@ class ShardedModelGroup:
         """Generate token ids by transformers' own `generate`, on every rank for its rows.
 
         Each token takes a forward of all ranks, until the last rank has finished its rows. Greedy and beam search
-        return the result of one process; sampling draws on each rank, with seeds derived from `torch.manual_seed` of
-        rank 0.
+        return the result of one process; sampling draws on each rank, from `seed`. Defaults are those of the
+        checkpoint's generation_config.json, as with `from_pretrained`.
 
         Args:
             *args: As for `forward`: the prompt, usually `Split(tokenizer(texts, return_tensors="pt"))`.
             mode: As for `forward`.
             out: As for `forward`.
-            **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`.
+            **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`;
+                and `seed=`, an int, for the same samples again (by the same number of ranks).
                 `prefix_allowed_tokens_fn` receives the index of a row among its rank's rows, not in the batch.
 
         Returns:

@@ -120,7 +120,24 @@ def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dt
             f"{checkpoint.path}: {cls.__name__} cannot be built from config.json: {type(exc).__name__}: {exc}"
         ) from exc
     _keep_in_float32(module, dtype)
+    _set_generation_config(transformers, module, checkpoint)
     return module.eval()  # type: ignore[no-any-return]
+
+
+def _set_generation_config(transformers: Any, module: Any, checkpoint: Checkpoint) -> None:
+    """Give a model that generates its defaults, as `from_pretrained` does: of the file, else those in config.json."""
+    if not module.can_generate():
+        return
+    try:
+        if checkpoint.generation_config is None:
+            # The model's own config lacks them: they are removed when it is made.
+            module.generation_config = transformers.GenerationConfig.from_model_config(_plain(checkpoint.config))
+            return
+        config = transformers.GenerationConfig.from_dict(_plain(checkpoint.generation_config))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise PlanError(f"{checkpoint.path}: generation_config.json: {type(error).__name__}: {error}") from error
+    config._original_object_hash = hash(config)  # `save_pretrained` refuses flaws only of a config that was changed
+    module.generation_config = config
 
 
 def _transformers() -> Any:

@@ -58,8 +58,11 @@ class InputBounds:
         embedding, head = map(_base, input_and_output(module))
         if isinstance(embedding, nn.Embedding):
             num_ids["input_ids"] = embedding.num_embeddings
-            if getattr(config, "is_encoder_decoder", False):
-                num_ids["decoder_input_ids"] = embedding.num_embeddings
+        if getattr(config, "is_encoder_decoder", False) and hasattr(module, "get_decoder"):
+            root: Any = module
+            decoder = _base(input_and_output(root.get_decoder())[0])
+            if isinstance(decoder, nn.Embedding):
+                num_ids["decoder_input_ids"] = decoder.num_embeddings
         if isinstance(head, nn.Linear):
             num_ids["labels"] = head.out_features
         for name, submodule in module.named_modules():

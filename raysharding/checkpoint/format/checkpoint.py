@@ -75,6 +75,8 @@ class Checkpoint:
     """Parsed adapter_config.json of a peft adapter_model.safetensors, which holds adapters and no whole model."""
     is_random: bool = False
     """True if the weights are not read but initialised; there are no files and no tensors then."""
+    generation_config: Mapping[str, Any] | None = None
+    """Parsed generation_config.json; `None` where there is none."""
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +104,7 @@ class Checkpoint:
             "metadata": self.metadata,
             "adapter": self.adapter,
             "is_random": self.is_random,
+            "generation_config": self.generation_config,
         }
         return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
@@ -119,8 +122,8 @@ class Checkpoint:
                 for name, dtype, shape, file, offset in fields["tensors"]
             }
             files = tuple(CheckpointFile(*file) for file in fields["files"])
-            rest = (fields["config"], fields["metadata"], fields["adapter"], fields["is_random"])
-            return cls(fields["path"], files, tensors, *rest)
+            rest = ("config", "metadata", "adapter", "is_random", "generation_config")
+            return cls(fields["path"], files, tensors, **{name: fields[name] for name in rest})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
@@ -185,7 +188,8 @@ def open_config(path: str | os.PathLike[str]) -> Checkpoint:
     if found.kind != "directory":
         what = "there is no such directory" if found.kind == "missing" else "is no directory"
         raise CheckpointError(f"{what}: random weights need one with a config.json", path=given)
-    return Checkpoint(given, (), {}, read_json(storage, normal, "config.json", strict=False), {}, is_random=True)
+    config, generation_config = _configs(storage, normal)
+    return Checkpoint(given, (), {}, config, {}, is_random=True, generation_config=generation_config)
 
 
 def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:
@@ -225,11 +229,16 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
     metadata: dict[str, str] = {}
     for header in headers:
         metadata = header.metadata | metadata
-    config = read_json(storage, file_set.directory, "config.json", strict=False)
+    config, generation_config = _configs(storage, file_set.directory)
     adapter = None
     if file_set.names == (ADAPTER_NAME,):
         adapter = read_json(storage, file_set.directory, ADAPTER_CONFIG_NAME, strict=False)
-    return Checkpoint(given, tuple(files), tensors, config, metadata, adapter)
+    return Checkpoint(given, tuple(files), tensors, config, metadata, adapter, generation_config=generation_config)
+
+
+def _configs(storage: Storage, directory: str) -> list[dict[str, Any] | None]:
+    """Return config.json and generation_config.json, `None` for one that is not there."""
+    return [read_json(storage, directory, name, strict=False) for name in ("config.json", "generation_config.json")]
 
 
 def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:

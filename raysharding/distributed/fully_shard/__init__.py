@@ -1,7 +1,7 @@
 """Sharding of a module with FSDP2, and behaviour of its groups in forward, backward and after errors."""
 
 from raysharding.distributed.fully_shard.activation_checkpointing import contexts_of
-from raysharding.distributed.fully_shard.execution_order import check_execution_order
+from raysharding.distributed.fully_shard.execution_order import check_execution_order, forget_execution_order
 from raysharding.distributed.fully_shard.gradients import (
     check_norm,
     clip_grad_norm_,
@@ -18,6 +18,7 @@ from raysharding.distributed.fully_shard.internals import (
     is_fsdp_hook,
     is_not_gathered,
     is_offloaded,
+    kept_gathered,
     loadable,
     mark_offloaded,
     parameter_groups,

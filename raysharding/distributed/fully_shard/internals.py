@@ -393,6 +393,27 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     return found
 
 
+@contextmanager
+def kept_gathered(module: nn.Module) -> Iterator[None]:
+    """Gather all parameters, and keep them behind the forwards inside, which are not collective then; collective.
+
+    Memory: the whole model on each rank, until `reshard`.
+
+    Args:
+        module: The sharded root module.
+    """
+    before = [(group, group.post_forward_mesh_info) for group in fsdp_groups(module)]
+    for part in fsdp_modules(module):
+        part.unshard()
+    try:
+        for group, _ in before:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, info in before:
+            group.post_forward_mesh_info = info
+
+
 def reshard(module: nn.Module) -> None:
     """Register the shards of every FSDP group again. Not collective.
 

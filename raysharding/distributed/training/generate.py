@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import all_gather_ints, from_rank_0
 from raysharding.distributed.fully_shard import (
+    forget_execution_order,
     fork_rng_of,
     fsdp_modules,
     init_roots,
+    kept_gathered,
     module_mode,
     recovering,
     reshard,
@@ -33,12 +40,13 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
     """Generate token ids for this rank's part of a batch; collective.
 
     Each rank runs one forward per token until all ranks have finished. FSDP gathers the parameters of each block in
-    each forward: the wire carries the model once per token. Each rank samples with a generator of its own, seeded from
-    rank 0's.
+    each forward: the wire carries the model once per token. A class with a `generate` of its own (Whisper, MusicGen),
+    which may run forwards that other ranks do not, is gathered once: each rank then holds the whole model.
 
     Args:
         module: The sharded root module, which has transformers' `generate`.
-        batch: From `deal`, on the module's device: the arguments of `generate`.
+        batch: From `deal`, on the module's device: the arguments of `generate`, and `seed`, 0 or more. Each rank
+            samples with numbers of its own, which follow from it. Default: drawn from a generator for this purpose.
         training: True for train mode, False for eval mode.
         keep: True if this rank's ids are needed.
 
@@ -47,16 +55,24 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         that of the longest row of all ranks, and shorter rows are padded at the end.
 
     Raises:
-        ValueError: On every rank, if the module cannot generate, or an argument is not supported.
+        ValueError: On every rank, if the module cannot generate, an argument is not supported, or some rows of
+            `decoder_input_ids` begin with the start token and others do not.
         Exception: Any error of the module; if all ranks raise the same, later calls are correct.
     """
     module = unwrapped(module)
     with recovering(module):
-        check_generation(batch.kwargs)
+        kwargs = batch.kwargs
+        check_generation(kwargs)
         run = getattr(module, "generate", None)
         if not callable(run):
             raise ValueError(f"a {type(module).__name__} has no generate(): it is for transformers' generative models")
-        seed = from_rank_0(lambda: int(torch.randint(0, 1 << 62, ()).item()))
+        seed = kwargs.pop("seed", None)
+        if seed is None:
+            seed = from_rank_0(lambda: int(torch.randint(1 << 62, (), generator=_seeds()).item()))
+        _check_starts(module, kwargs)
+        is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
+        if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
+            kwargs["synced_gpus"] = is_common and dist.get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
             # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + dist.get_rank())
@@ -64,7 +80,12 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             # An encoder is called on its own, before a forward of the root gathers the root's parameters.
             for root in fsdp_modules(module, root_only=True):
                 root.unshard()
-            ids = run(*batch.args, **batch.kwargs, synced_gpus=dist.get_world_size() > 1)
+            with nullcontext() if is_common else kept_gathered(module):
+                ids = run(*batch.args, **kwargs)
+        if not is_common:
+            forget_execution_order(module)  # ranks have gathered nothing in these forwards, whose numbers may differ
+        if not isinstance(ids, torch.Tensor):
+            raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
         reshard(module)
         ids = _padded(ids, _pad_id(module, batch.kwargs))
     num_rows = len(ids) if batch.num_rows is None else batch.num_rows or batch.rows_per_item
@@ -78,9 +99,41 @@ def check_generation(kwargs: dict[str, Any]) -> None:
     Raises:
         ValueError: Names the argument.
     """
+    if kwargs.get("seed") is not None:
+        check_int("seed", kwargs["seed"], least=0)
     for name, why in _REFUSED.items():
         if kwargs.get(name) not in (None, False):
             raise ValueError(f"generate({name}=...): {why}")
+
+
+def _takes_synced_gpus(run: Callable[..., Any]) -> bool:
+    """Return True if a `generate` passes `synced_gpus` on."""
+    parameters = inspect.signature(run).parameters.values()
+    return any(one.name == "synced_gpus" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+@cache
+def _seeds() -> torch.Generator:
+    """Return the generator of seeds: to draw them from that of the models would change later drop-out."""
+    return torch.Generator().manual_seed(torch.initial_seed())
+
+
+def _check_starts(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Check that all rows of `decoder_input_ids` begin with the start token, or none; collective if there are any.
+
+    transformers prepends the token to all rows if none begins with it, and sees the rows of a rank.
+    """
+    ids = kwargs.get("decoder_input_ids")
+    starts = [_token_ids(module, kwargs, name) for name in ("decoder_start_token_id", "bos_token_id")]
+    if not isinstance(ids, torch.Tensor) or not any(starts):
+        return
+    has_start = bool((ids[:, 0] == next(filter(None, starts))[0]).any())
+    # Every rank calls this: arguments have the same names on all.
+    if len({one for (one,) in all_gather_ints([has_start])}) > 1:
+        raise ValueError(
+            "decoder_input_ids: rows of some ranks begin with decoder_start_token_id, those of others do not: let all "
+            "rows begin with it, or none"
+        )
 
 
 def _padded(ids: torch.Tensor, pad_id: int) -> torch.Tensor:

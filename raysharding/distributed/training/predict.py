@@ -346,7 +346,10 @@ class Prediction:
     def _run(self, module: nn.Module, batch: RankBatch) -> Any:
         """Return the output of the model, or the ids of `generate`, for this rank's rows; collective."""
         if self._plan.generate_kwargs is not None:
-            whole = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, **self._plan.generate_kwargs})
+            kwargs = {**batch.wrapped_kwargs, **self._plan.generate_kwargs}
+            if kwargs.get("seed") is not None:  # each forward draws other samples
+                kwargs["seed"] += self._left * self._world_size
+            whole = replace(batch, wrapped_kwargs=kwargs)
             return generate(module, whole, keep=not batch.is_dummy).value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):

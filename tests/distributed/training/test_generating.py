@@ -42,22 +42,63 @@ def equal_one_process() -> None:
 def sample() -> None:
     """Each row is a sample of its own; they come again with the seed, and drop-out goes on as without them."""
     pair, prompts = Pair(CASES["llama"].build, "sgd"), CASES["llama"].rows()["input_ids"][:1].repeat(6, 1)
+    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "temperature": 5.0}
     drawn, dropped = [], []
-    for samples in (True, True, False):
+    for seed in ({"seed": 5}, {"seed": 5}, {}, {}, None):
         torch.manual_seed(5)
-        if samples:
-            drawn.append(generated(pair.module, prompts, max_new_tokens=8, do_sample=True, top_k=0, temperature=5.0))
+        if seed is not None:
+            drawn.append(generated(pair.module, prompts, **options, **seed))
         dropped.append(nn.functional.dropout(torch.ones(64, device=current_device(device_type()))).tolist())
     assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert not torch.equal(drawn[2], drawn[3])
     rows = [tuple(row) for rank in all_gather_json(drawn[0].tolist()) for row in rank]
     assert len(set(rows)) == 6
-    assert dropped[0] == dropped[1]
-    if device_type() != "cpu" or dist.get_rank():  # rank 0's generator on the CPU gives the seed
-        assert dropped[0] == dropped[2]
+    assert all(one == dropped[0] for one in dropped)
+
+
+def loops() -> None:
+    """A class's own `generate` may run more forwards on one rank than on another, as Whisper's does."""
+    from transformers import LlamaForCausalLM
+
+    class Looping(LlamaForCausalLM):
+        def generate(self, ids: torch.Tensor, **options: Any) -> Any:
+            for _ in range(1 + int(torch.equal(ids, parts[0]))):  # more on rank 0
+                ids = super().generate(ids, **options)
+            return ids
+
+    def build() -> nn.Module:
+        model: Any = CASES["llama"].build()
+        model.__class__ = Looping
+        return model
+
+    rows = CASES["llama"].rows()
+    parts = rows["input_ids"].tensor_split(dist.get_world_size())
+    pair = Pair(build, "sgd")
+    twin: Any = pair.twin.eval()
+    expected = twin.generate(parts[dist.get_rank()], max_new_tokens=2)
+    found = generated(pair.module, rows["input_ids"], max_new_tokens=2)
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+    pair.step(CASES["llama"], rows, None)
+
+
+def starts() -> None:
+    """transformers prepends the start token if none of its rows begins with it; the rows of a rank are not all."""
+    pair, prompts = Pair(CASES["t5"].build, "sgd"), CASES["t5"].rows()["input_ids"]
+    twin: Any = pair.twin.eval()
+    for first in (0, 3):  # the start token, and another
+        ids = torch.full((len(prompts), 2), 3)
+        ids[:, 0] = first
+        expected = twin.generate(prompts, decoder_input_ids=ids, max_new_tokens=3)
+        found = generated(pair.module, prompts, decoder_input_ids=Split(ids), max_new_tokens=3)
+        assert torch.equal(found, expected.tensor_split(dist.get_world_size())[dist.get_rank()])
+    ids[0, 0] = 0
+    with pytest.raises(ValueError, match="rows of some ranks begin with decoder_start_token_id"):
+        generated(pair.module, prompts, decoder_input_ids=Split(ids), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("job", [equal_one_process, sample])
+@pytest.mark.parametrize("job", [equal_one_process, sample, loops, starts])
 def test_generate(job: Callable[[], None], device: str) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, job, device=device)
