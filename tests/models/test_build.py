@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import PlanError
-from raysharding.models import build_module, make_contiguous
+from raysharding.models import build_module, config_files, make_contiguous
 from raysharding.models.build import parameters_on_meta
 from tests.models.architectures import ARCHITECTURES
 
@@ -70,6 +71,32 @@ def test_floats_that_json_cannot_hold(tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path)
     module: Any = build_module(None, open_checkpoint(tmp_path), None)
     assert module.config.extra_limit == [0.0, float("inf")]
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json", "neither"])
+def test_defaults_of_generate_are_those_of_from_pretrained(where: str, tmp_path: Path) -> None:
+    model = ARCHITECTURES["bart"].make()
+    model.save_pretrained(tmp_path)
+    values = {"eos_token_id": [2, 5], "repetition_penalty": 1.3, "max_length": 33, "do_sample": False, "top_p": 0.7}
+    own, config = tmp_path / "generation_config.json", tmp_path / "config.json"
+    own.unlink()
+    if where == own.name:  # top_p without do_sample: a flaw that only a changed config may not have
+        own.write_text(json.dumps(values))
+    elif where == config.name:
+        config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+    checkpoint = Checkpoint.from_json(open_checkpoint(tmp_path).to_json())
+    module: Any = build_module(None, checkpoint, None)
+    reference = type(model).from_pretrained(tmp_path).generation_config
+    assert module.generation_config.to_dict() == reference.to_dict()
+    assert (module.generation_config.repetition_penalty == 1.3) is (where != "neither")
+    assert "generation_config.json" in config_files(module)
+
+
+def test_a_generation_config_that_transformers_refuses_is_a_plan_error(tmp_path: Path) -> None:
+    ARCHITECTURES["bart"].make().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"cache_implementation": "none such"}')
+    with pytest.raises(PlanError, match=r"generation_config\.json: ValueError"):
+        build_module(None, open_checkpoint(tmp_path), None)
 
 
 def test_the_process_default_dtype_is_left_alone(bert: Checkpoint) -> None:
