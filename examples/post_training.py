@@ -22,7 +22,7 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from raysharding import Out, Placement, ShardedModelGroup, Split, current_worker
+from raysharding import Placement, ShardedModelGroup, Split, current_worker
 
 STEPS, PROMPTS, LENGTH, VOCABULARY = 20, 64, 8, 32
 BETA = 0.02
@@ -75,10 +75,9 @@ def main() -> list[float]:
         generator = ShardedModelGroup.from_checkpoint(path, world_size=2, **options)
         reference = ShardedModelGroup.from_checkpoint(path, world_size=1, **options)
     trainer.set_optimizer(torch.optim.AdamW, lr=1e-2)
-    generator.call(torch.manual_seed, 0, out=Out.none())  # sampling draws from the ranks' generators
     prompts = torch.arange(PROMPTS).reshape(-1, 1) % VOCABULARY
     for step in range(STEPS):
-        ids = generator.generate(Split(prompts), max_new_tokens=LENGTH, do_sample=True, top_k=0)
+        ids = generator.generate(Split(prompts), max_new_tokens=LENGTH, do_sample=True, top_k=0, seed=step)
         scores = torch.tensor([reward(answer) for answer in ids[:, 1:].tolist()])
         known = torch.cat(reference.call(score, Split(ids)))
         advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
