@@ -19,7 +19,7 @@ from torch import nn
 
 from raysharding.models.adapters import AdapterNames
 from raysharding.models.blocks import BlockTensor, Run
-from raysharding.models.conversion import is_transformers_model
+from raysharding.models.conversion import declared_ties, is_transformers_model
 from raysharding.models.key_mapping import FEW_RUNS, MIN_RUN_BYTES
 from raysharding.models.stand_in import stand_in
 
@@ -107,17 +107,22 @@ def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor], merged: bo
     adapters = None if merged else AdapterNames.of(module)
     if adapters is not None:
         return {key: SavedTensor.whole(fqn, tensors[fqn]) for fqn, key in adapters.files.items()}
-    reverted = _reverted(module, tensors) if is_transformers_model(module) else None
-    return reverted or {fqn: SavedTensor.whole(fqn, tensor) for fqn, tensor in tensors.items()}
+    ties = declared_ties(module)
+    # Of tied names transformers keeps the one that the others are tied to: the base model is found under it.
+    names = {fqn: fqn if ties.get(fqn, fqn) in tensors else ties[fqn] for fqn in tensors}
+    reverted = _reverted(module, tensors, names) if is_transformers_model(module) else None
+    return reverted or {names[fqn]: SavedTensor.whole(fqn, tensor) for fqn, tensor in tensors.items()}
 
 
-def _reverted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor] | None:
+def _reverted(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, SavedTensor] | None:
     """Return the tensors after transformers' reversed conversions; `None` if these do more than move ranges."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # transformers looks the tables up by class name, which FSDP changes.
     model: Any = stand_in(module)
-    boxes = {fqn: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
+    boxes = {names[fqn]: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
     try:
         found: Mapping[str, Any] = revert_weight_conversion(model, boxes)
     except Exception:  # noqa: BLE001 - transformers' operations raise any type

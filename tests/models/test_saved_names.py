@@ -11,6 +11,7 @@ from torch import nn
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.models import build_module, saved_layout
 from tests.models.architectures import ARCHITECTURES
+from tests.models.tiny import tiny_models
 
 
 def held(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,6 +43,17 @@ def test_a_layout_is_what_transformers_writes(name: str, tmp_path: Path) -> None
     # The module on meta, from which the ranks' plan is made, says the same.
     on_meta = build_module(None, open_checkpoint(tmp_path), None)
     assert saved_layout(on_meta, held(on_meta)) == layout
+
+
+@pytest.mark.parametrize("name", ["XLMRobertaForMaskedLM", "CamembertForCausalLM", "LukeForMaskedLM"])
+def test_tied_tensors_have_the_name_that_transformers_keeps(name: str, tmp_path: Path) -> None:
+    model = next(iter(tiny_models(name)))
+    model.save_pretrained(tmp_path)
+    tensors = held(model)
+    layout = saved_layout(model, tensors)
+    assert layout.keys() == open_checkpoint(tmp_path).tensors.keys()
+    assert layout.keys() != tensors.keys(), "the module's first names are others"
+    assert sorted(run.source for saved in layout.values() for run in saved.runs) == sorted(tensors)
 
 
 def test_what_is_no_transformers_model_keeps_its_names() -> None:
