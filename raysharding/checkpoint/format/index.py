@@ -40,7 +40,12 @@ _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
 """Longest index, manifest or config.json that is read."""
 _MAX_SIDECAR_BYTES: Final = 64 << 20
-_SIDECAR_SUFFIXES: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".spm", ".vocab")
+_NO_SIDECAR: Final = re.compile(
+    r"^\.|^events\.out\.|\.(safetensors|bin|pth?|ckpt|h5|msgpack|onnx|gguf|ot|npz?|pkl|pickle|distcp|tflite|zip|tar|gz"
+    r"|parquet|arrow|py|pyc|so|sh|ipynb|log|lock|tmp|bak)\b",
+    re.IGNORECASE,
+)
+"""Weights and optimizer state of any library, with their indexes; data, code and logs."""
 _CONVERT: Final = (
     "convert it once with transformers: AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors"
 )
@@ -113,10 +118,10 @@ def read_json(
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
-    """Return the names of the tokenizer, config and generation files beside weights, sorted.
+    """Return the names of the small files beside weights, sorted: of tokenizers and configs, README, LICENSE.
 
-    Never weights, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A save copies these
-    files beside the new weights.
+    Never weights or optimizer state, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A
+    save copies these files beside the new weights.
 
     Raises:
         CheckpointError: The directory cannot be listed.
@@ -162,9 +167,8 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
 
 
 def _is_sidecar_name(name: str) -> bool:
-    if name.endswith(".index.json") or name.startswith(".") or name in (MANIFEST_NAME, SAVE_RECORD_NAME):
-        return False
-    return name.endswith(_SIDECAR_SUFFIXES)
+    is_ours = name.endswith(".index.json") or name in (MANIFEST_NAME, SAVE_RECORD_NAME)
+    return not is_ours and not _NO_SIDECAR.search(name)
 
 
 def _is_inside(storage: Storage, directory: str, name: str) -> bool:

@@ -59,11 +59,14 @@ def test_a_wrong_config_is_refused(tmp_path: Path, text: bytes, message: str) ->
     assert caught.value.path == str(tmp_path / "config.json")
 
 
-def test_sidecar_files_are_small_files_of_a_tokenizer_or_a_config(tmp_path: Path) -> None:
+def test_sidecar_files_are_small_files_that_are_no_weights_and_no_code(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
     wanted = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tokenizer.json"]
-    wanted += ["tokenizer.model", "vocab.txt"]
+    wanted += ["tokenizer.model", "vocab.txt", "README.md", "LICENSE", "NOTICE", "bpe.codes", "prophetnet.tokenizer"]
+    wanted += ["sentencepiece.bpe.model", "spiece.model", "qwen.tiktoken", "dict.txt", "source.spm"]
     unwanted = [".hidden.json", "pytorch_model.bin.index.json", "modeling.py", "pytorch_model.bin", "x.safetensors.bak"]
+    unwanted += ["optimizer.pt", "rng_state_0.pth", "training_args.bin", "events.out.tfevents.17.host", "run.log"]
+    unwanted += ["model.onnx", "tf_model.h5", "flax_model.msgpack", "pytorch_model-00001-of-00002.bin"]
     for name in wanted + unwanted:
         (tmp_path / name).write_text("{}")
     with open(tmp_path / "huge.json", "wb") as file:

@@ -159,7 +159,8 @@ def test_a_write_that_the_kernel_refuses_names_file_and_tensor(tmp_path: Path) -
 
 FULL_DISK = """
 import sys, torch
-from raysharding.checkpoint import FileWriter, open_checkpoint
+from raysharding.checkpoint import open_checkpoint
+from raysharding.checkpoint.writing import FileWriter
 from raysharding.errors import CheckpointError
 from tests.checkpoint.staged import StagedDirectory
 out = sys.argv[1] + "/ckpt"
