@@ -28,6 +28,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.outputs import RankOutput
 
+_SEEDS = 1 << 62
 _REFUSED = {
     "synced_gpus": "the ranks are kept in step as it is",
     "streamer": "it would print on the ranks; generate fewer tokens a call",
@@ -68,7 +69,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             raise ValueError(f"a {type(module).__name__} has no generate(): it is for transformers' generative models")
         seed = kwargs.pop("seed", None)
         if seed is None:
-            seed = from_rank_0(lambda: int(torch.randint(1 << 62, (), generator=_seeds()).item()))
+            seed = from_rank_0(lambda: int(torch.randint(_SEEDS, (), generator=_seeds()).item()))
         _check_starts(module, kwargs)
         is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
@@ -101,6 +102,8 @@ def check_generation(kwargs: dict[str, Any]) -> None:
     """
     if kwargs.get("seed") is not None:
         check_int("seed", kwargs["seed"], least=0)
+        if kwargs["seed"] >= _SEEDS:
+            raise ValueError(f"generate(seed={kwargs['seed']}): give a number below 2**62")
     for name, why in _REFUSED.items():
         if kwargs.get(name) not in (None, False):
             raise ValueError(f"generate({name}=...): {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -454,15 +455,44 @@ def images_beside_text() -> None:
         run.step(parts[dist.get_rank()], loss, whole)
 
 
+class Distances(Scores):
+    """Its output is the distance of each row from each, by an expansion of both and a reduction."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        means = super().forward(tokens).mean(1)
+        one, other = torch.broadcast_tensors(means.unsqueeze(1), means.tanh().unsqueeze(0))
+        return (one - other).square().sum(-1)
+
+
+def rows_compared_in_the_model() -> None:
+    def mean(output: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+    def over_columns(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(-output, torch.arange(len(output)))
+
+    size = dist.get_world_size()
+    for num_rows, loss in itertools.product((size, 2 * size, 3 * size + 1), (mean, over_columns)):
+        if num_rows > 1:
+            Run(Distances).refuses(loss, {"tokens": tokens(num_rows, 0)})
+
+
 def the_same_rows_on_every_rank() -> None:
     """A sum counts once in a call without `Split`; each rank's, with `PerRank`."""
 
     def loss(output: torch.Tensor, labels: torch.Tensor) -> Any:
         return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), None
 
+    def mean(output: torch.Tensor, labels: torch.Tensor) -> Any:
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten()) + output.square().mean()
+
+    def pairs(output: torch.Tensor, labels: torch.Tensor) -> Any:
+        return [(output.square().sum(), output.numel()), (output.abs().sum(), None)]
+
     columns, size = {"tokens": tokens(3, 0), "labels": tokens(3, 1) % CLASSES}, dist.get_world_size()
     run, rest = Run(), {"labels": columns["labels"]}
-    run.step(deal((), columns, size)[dist.get_rank()], loss, partial(_of_scores, loss, columns["tokens"], rest))
+    for one in (loss, mean, pairs):
+        run.step(deal((), columns, size)[dist.get_rank()], one, partial(_of_scores, one, columns["tokens"], rest))
     marked = {name: PerRank([value] * size) for name, value in columns.items()}
     rest = {"labels": torch.cat([columns["labels"]] * size)}
     whole = partial(_of_scores, loss, torch.cat([columns["tokens"]] * size), rest)
@@ -486,6 +516,7 @@ CASES: dict[str, Callable[[], None]] = {
         preferences,
         rows_of_each_rank,
         images_beside_text,
+        rows_compared_in_the_model,
         the_same_rows_on_every_rank,
     )
 }

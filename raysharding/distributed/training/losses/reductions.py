@@ -171,6 +171,9 @@ class _Tensors:
     def add(self, tensor: torch.Tensor) -> None:
         self._refs[id(tensor)] = ref(tensor)
 
+    def __len__(self) -> int:
+        return len(self._refs)
+
     def __contains__(self, value: object) -> bool:
         found = self._refs.get(id(value))  # an id may be another tensor's by now
         return found is not None and found() is value
@@ -220,12 +223,12 @@ class Recorder(TorchFunctionMode):
         # `total += loss` changes its operand.
         noted = tuple(map(_copied, args)) if name in ADDITIONS else args
         result = func(*args, **kwargs)
-        if self._follows_model or not self.in_model:
+        if self._data and (self._follows_model or not self.in_model):
             self._follow_data(func, name, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
         if name in _PRODUCTS and any(self._is_constant(one) for one in (*args[1:], *kwargs.values())):
-            self.layers[result.grad_fn] = None if self.in_model else args[0]
+            self.layers[result.grad_fn] = None if self.in_model else args[0] if args else kwargs["input"]
         if result.numel() == 1:
             self.operands[result.grad_fn] = (name, noted)
             if name == "mean":  # a copy: the caller may change it in place

@@ -174,7 +174,7 @@ class RowCheck:
         """Raise if an output of the model compares rows with rows, as CLIP's similarities do."""
         shape, queue, seen = shape_of(*edge), [edge], set[Node]()
         # Layers may happen to have as many features as there are rows.
-        may_compare = len(shape) > 1 and shape[0] == shape[1] == self._num_rows and shape[0] > 1
+        may_compare = len(shape) > 1 and shape[0] == shape[1] == self._num_rows
         while queue:
             node, output = queue.pop()
             kind, children = kind_of(node), _children(node)
@@ -187,8 +187,10 @@ class RowCheck:
                 )
             sizes = {shape_of(*child) for child in children}
             is_followed = kind in _OUTPUTS and bool(children)
-            is_broadcast = kind in _ELEMENTWISE and shape_of(node, output) not in sizes
-            if may_compare and kind not in _LAYERS and (is_broadcast or not is_followed):
+            is_broadcast = kind == "Expand" or (kind in _ELEMENTWISE and shape_of(node, output) not in sizes)
+            if self._num_rows == 1:  # to compare it with others, a dim was made for them
+                self.is_ambiguous |= may_compare and kind == "Unsqueeze"
+            elif may_compare and kind not in _LAYERS and (is_broadcast or not is_followed):
                 raise refuse(f"an output of the model of shape {shape} may compare rows with rows ({node.name()})")
             queue += children if is_followed else []
 
@@ -287,7 +289,8 @@ class RowCheck:
         node, kind = edge[0], kind_of(edge[0])
         child = _children(node)[0]
         rows, before, shape = self.of(child, in_model=in_model), shape_of(*child), shape_of(*edge)
-        if rows is None or (rows.dim is None and shape == before):
+        is_unchanged = shape == before and (kind in _DIMS or not before)
+        if rows is None or (rows.dim is None and is_unchanged):
             return rows
         if kind in _VIEWS:
             return self._view(rows, before, shape)
@@ -311,7 +314,8 @@ class RowCheck:
         found = _reshaped(rows, before, shape)
         # With one item, dims of size 1 look alike: the rows' and others.
         others = [size for dim, size in enumerate(shape, -len(shape)) if dim != found.dim and size == 1]
-        self.is_ambiguous |= self._num_items == 1 and bool(others)
+        is_inside = rows.dim is not None and math.prod(before[: rows.dim]) != 1
+        self.is_ambiguous |= self._num_items == 1 and (bool(others) or is_inside)
         return found
 
     def _joint(self, edge: Edge, in_model: bool) -> Rows | None:

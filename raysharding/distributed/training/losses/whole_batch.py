@@ -232,7 +232,8 @@ def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
 def _has_router(module: nn.Module) -> bool:
     """Return True if a model of transformers has factors of balancing losses."""
     config: Any = module.config
-    return any(name.endswith(_ROUTER_FACTORS) for name in vars(config.get_text_config()))
+    parts = [one for one in (config, *vars(config).values()) if hasattr(one, "to_dict")]  # of the text, in some
+    return any(name.endswith(_ROUTER_FACTORS) for part in parts for name in vars(part))
 
 
 def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
@@ -296,8 +297,8 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     # A sum of what does not count may still be a number; a dummy row, and the NaN of a mean over nothing, add nothing.
     adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
     shares = torch.where(adds, torch.where(is_total, 1.0, mine), 0.0)
-    if batch.is_replicated:  # a sum counts once; counts cancel out
-        shares = shares / dist.get_world_size()
+    if batch.is_replicated:  # a sum counts once; that of a mean is divided by as many counts
+        shares = torch.where(is_sum, shares / dist.get_world_size(), shares)
     sums = torch.where(adds, values * shares, 0.0)
     fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
     table = torch.zeros(dist.get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
