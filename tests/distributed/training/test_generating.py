@@ -101,4 +101,4 @@ def starts() -> None:
 @pytest.mark.parametrize("job", [equal_one_process, sample, loops, starts])
 def test_generate(job: Callable[[], None], device: str) -> None:
     pytest.importorskip("transformers")
-    run_ranks(2, job, device=device)
+    run_ranks(2, job, device=device, timeout_s=110)

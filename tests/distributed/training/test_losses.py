@@ -198,8 +198,9 @@ def told(outcomes: Sequence[Sequence[str]]) -> None:
         assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
 
 
+@pytest.mark.timeout(200)
 def test_read_forms_equal_one_process() -> None:
-    told(run_ranks(2, failures_of, plans_of(2, is_full=False)))
+    told(run_ranks(2, failures_of, plans_of(2, is_full=False), timeout_s=180))
 
 
 @pytest.mark.full
@@ -233,18 +234,19 @@ def refuse_all(kinds: Sequence[tuple[str, int]], sharded: int) -> list[str]:
     return failures
 
 
+@pytest.mark.timeout(200)
 def test_other_forms_are_refused_at_the_first_step_whatever_the_batch() -> None:
-    told(run_ranks(2, refuse_all, [("open", 2), ("equal", 4), ("uneven", NUM_ROWS)], 10))
+    told(run_ranks(2, refuse_all, [("open", 2), ("equal", 4), ("uneven", NUM_ROWS)], 10, timeout_s=180))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_other_forms_are_refused_by_every_number_of_ranks(world_size: int) -> None:
     kinds = [("open", world_size), ("equal", world_size * 2), ("equal", 1), ("open", NUM_ROWS), ("sparse", NUM_ROWS)]
     if world_size == 1:  # one row in all is one process's
         kinds = [(kind, num_rows) for kind, num_rows in kinds if num_rows > 1]
-    told(run_ranks(world_size, refuse_all, kinds, 4, timeout_s=180))
+    told(run_ranks(world_size, refuse_all, kinds, 4, timeout_s=380))
 
 
 class OwnLoss(nn.Module):
@@ -420,7 +422,7 @@ def judge(outcomes: Sequence[Sequence[tuple[str, str, str]]]) -> None:
 
 
 def test_losses_composed_at_random() -> None:
-    judge(run_ranks(2, compare_many, 150, 0))
+    judge(run_ranks(2, compare_many, 150, 0, timeout_s=110))
 
 
 @pytest.mark.full
