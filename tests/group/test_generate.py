@@ -99,18 +99,15 @@ def test_samples_differ_over_ranks_and_repeat_with_the_seed(llama: ShardedModelG
     same = PROMPTS[:1].repeat(6, 1)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "temperature": 5.0}
 
-    def seed() -> None:
-        import torch
-
-        torch.manual_seed(5)
-
-    llama.call(seed)
-    first = llama.generate(Split(same), **options)
-    second = llama.generate(Split(same), **options)
+    first = llama.generate(Split(same), seed=5, **options)
+    second = llama.generate(Split(same), seed=6, **options)
     assert len({tuple(row.tolist()) for row in first}) == 6, "every row is a sample of its own"
     assert not torch.equal(first, second)
-    llama.call(seed)
-    assert torch.equal(llama.generate(Split(same), **options), first)
+    assert torch.equal(llama.generate(Split(same), seed=5, **options), first)
+    drawn = [llama.generate(Split(same), **options) for _ in range(2)]
+    assert not torch.equal(*drawn), "without a seed, each call draws one"
+    with pytest.raises(ValueError, match=r"seed=.*give a number below 2\*\*62"):
+        llama.generate(Split(same), seed=1 << 62, **options)
 
 
 def test_a_train_step_after_it_is_right(llama: ShardedModelGroup, directory: Path) -> None:

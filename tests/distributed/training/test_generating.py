@@ -63,7 +63,7 @@ def loops() -> None:
 
     class Looping(LlamaForCausalLM):
         def generate(self, ids: torch.Tensor, **options: Any) -> Any:
-            for _ in range(1 + int(torch.equal(ids, parts[0]))):  # more on rank 0
+            for _ in range(1 + int(torch.equal(ids.cpu(), parts[0]))):  # more on rank 0
                 ids = super().generate(ids, **options)
             return ids
 
