@@ -462,7 +462,6 @@ REFUSED = {
     # What combines rows before the last reduction.
     "softmax of a squeezed row": Form(lambda o, r: o.mean(1).squeeze(0).log_softmax(0).mean()),
     "cumsum of a squeezed row": Form(lambda o, r: o.mean(1).squeeze().cumsum(0).mean()),
-    "softmax of merged rows": Form(lambda o, r: o.reshape(len(o), -1).softmax(1).square().mean(), dim=1),
     "mean(0).sum()": Form(lambda o, r: o.square().mean(0).sum()),
     "mean(0).square().mean()": Form(lambda o, r: o.mean(0).square().mean()),
     "sum(0).mean()": Form(lambda o, r: o.square().sum(0).mean()),

@@ -314,8 +314,7 @@ class RowCheck:
         found = _reshaped(rows, before, shape)
         # With one item, dims of size 1 look alike: the rows' and others.
         others = [size for dim, size in enumerate(shape, -len(shape)) if dim != found.dim and size == 1]
-        is_inside = rows.dim is not None and math.prod(before[: rows.dim]) != 1
-        self.is_ambiguous |= self._num_items == 1 and (bool(others) or is_inside)
+        self.is_ambiguous |= self._num_items == 1 and bool(others)
         return found
 
     def _joint(self, edge: Edge, in_model: bool) -> Rows | None:
