@@ -331,10 +331,13 @@ def _hook_bases(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 def bases_of(output: Any, inputs: Any) -> list[torch.Tensor]:
     """Return the tensors with a graph that tensors of an output are views of, without those of the inputs."""
-    outside = [one if one._base is None else one._base for _, one in leaves(inputs) if isinstance(one, torch.Tensor)]
     bases = [one._base for _, one in leaves(output) if isinstance(one, torch.Tensor) and one._base is not None]
     # A leaf cannot be changed through its views, and would keep the hooks of all forwards.
-    return [base for base in bases if base.grad_fn is not None and not any(base is other for other in outside)]
+    bases = [base for base in bases if base.grad_fn is not None]
+    if not bases:  # as of most blocks, whose inputs are not looked at then
+        return []
+    outside = [one if one._base is None else one._base for _, one in leaves(inputs) if isinstance(one, torch.Tensor)]
+    return [base for base in bases if not any(base is other for other in outside)]
 
 
 def tell_fsdp(module: nn.Module) -> None:

@@ -332,8 +332,10 @@ def _check_gradients(module: nn.Module) -> None:
     Raises:
         ValueError: No trainable parameter has a gradient.
     """
+    if any(parameter.grad is not None for parameter in module.parameters()):  # mostly the first
+        return
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if trained and all(parameter.grad is None for parameter in trained):
+    if trained:
         raise ValueError(
             f"the backward gave none of the {len(trained)} trainable parameters of {class_name(module)} a gradient: "
             "the loss depends on none of them; look for detach(), no_grad(), and tensors made anew from the output"

@@ -208,11 +208,7 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         if recorded.recorder.took_number:
             raise refuse("it takes a number (item(), tolist(), numpy()) of a tensor that combines this rank's rows")
-        own = (
-            _own_terms(recorded, batch)
-            if loss is None and is_transformers_model(module) and _has_router(module)
-            else {}
-        )
+        own = _own_terms(recorded, batch) if loss is None and _has_router(module) else {}
         reading = GraphReader(recorded.recorder, rows, own).read(result)
         return replace(reading, is_ambiguous=rows.is_ambiguous), ""
     except UnreadableLossError as error:
@@ -230,7 +226,9 @@ def _check_collectives(recorded: Recorded, batch: RankBatch) -> str:
 
 
 def _has_router(module: nn.Module) -> bool:
-    """Return True if a model of transformers has factors of balancing losses."""
+    """Return True for a model of transformers with factors of balancing losses."""
+    if not is_transformers_model(module):
+        return False
     config: Any = module.config
     parts = [one for one in (config, *vars(config).values()) if hasattr(one, "to_dict")]  # of the text, in some
     return any(name.endswith(_ROUTER_FACTORS) for part in parts for name in vars(part))
