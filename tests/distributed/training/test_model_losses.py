@@ -41,7 +41,10 @@ MORE = {
     **dict.fromkeys((one.model for one in ARCHITECTURES.values()), READ),
     **dict.fromkeys(("DebertaV2ForMaskedLM", "LevitForImageClassification", "LxmertForPreTraining"), READ),
     **dict.fromkeys(("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "XLNetLMHeadModel"), READ),
-    "EuroBertForSequenceClassification": READ,  # pools logits, of as many classes as a rank has rows
+    # Pools logits, of as many classes as a rank has rows.
+    "EuroBertForSequenceClassification": READ,
+    "EuroBertForSequenceClassification (multi_label)": ("read", "binary_cross_entropy_with_logits"),
+    "EuroBertForSequenceClassification (regression)": ("read", "mse_loss"),
     **dict.fromkeys(("LlamaForQuestionAnswering", "AlbertForPreTraining", "MobileBertForPreTraining"), TWICE),
     **{case: kind for case, kind in KINDS.items() if case.startswith("Bert")},
     "CLIPModel": COMPARED,
