@@ -17,10 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import device_module, is_accelerator, nobody_connects_later
+from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later
 from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
 from raysharding.distributed.optim import OptimizerSnapshot
-from raysharding.distributed.saving.save import Destination, HostMemory, Save, SaveReport, begin_save, model_contents
+from raysharding.distributed.saving.save import (
+    Destination,
+    HostMemory,
+    Save,
+    SaveContents,
+    SaveReport,
+    begin_save,
+    model_contents,
+)
+from raysharding.errors import CheckpointError
 
 _KEPT = 64
 
@@ -79,7 +88,7 @@ class AsyncSaver:
             Number of the save, for `status`.
 
         Raises:
-            CheckpointError: On every rank, if the destination is refused.
+            CheckpointError: On every rank, if the destination is refused, or a rank has no memory for its copy.
             PlanError: On every rank, as from `save_checkpoint`.
         """
         self.settle()
@@ -88,7 +97,9 @@ class AsyncSaver:
             group = self._own_group(stall_s)
             if self._preparing is not None:
                 self._preparing.join()  # it allocates memory, and does not wait for other ranks
-            contents = save.contents.copied(self._memory)
+            # Memory may be short on one rank alone: the threads of the others would wait for its messages.
+            with agreeing():
+                contents = self._copied(save)
         except BaseException as error:
             save.discard(error)
             raise
@@ -99,6 +110,17 @@ class AsyncSaver:
         self._thread = threading.Thread(target=_run, args=(copy, entry), name="raysharding-save", daemon=True)
         self._thread.start()
         return self._last
+
+    def _copied(self, save: Save) -> SaveContents:
+        try:
+            return save.contents.copied(self._memory)
+        except (MemoryError, RuntimeError) as error:
+            self._memory = HostMemory()  # what there was of it may be what others lack
+            raise CheckpointError(
+                f"a rank has no memory for the copy of its shards: {error}. Save with async_save=False, which copies a "
+                "bucket at a time",
+                path=save.destination.path,
+            ) from error
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, stall_s: float = 120.0
@@ -179,7 +201,17 @@ def _run(save: Save, entry: BackgroundSave) -> None:
     try:
         entry.report = save.run(follow)
     except BaseException as error:  # noqa: BLE001 - `status` tells it
-        error.__traceback__ = None  # its frames would keep the copies alive
+        _drop_frames(error)
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")
         entry.error = error
     entry.is_done = True
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error and of what led to it: they keep the process group alive, and its connections open.
+
+    After the group is destroyed, a thread of another rank that waits for this rank would wait on.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -136,7 +135,7 @@ class Gather:
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
         # One rank alone can run out of memory: the others would wait for its messages.
-        with agreeing(self.group) if is_accelerator(self.device) else nullcontext():
+        with agreeing(self.group):
             buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             pinned = self._pinned_memory()
             flag = torch.zeros(1, device=self.device)

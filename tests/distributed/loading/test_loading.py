@@ -47,6 +47,7 @@ CHECKS = {
         "saving.save_checks.check_a_save_that_fails_late",
         "saving.save_checks.check_full_disk",
         "saving.save_checks.check_a_save_in_the_background",
+        "saving.save_checks.check_no_memory_for_a_copy",
         "loading.load_checks.check_training",
     ),
     3: (

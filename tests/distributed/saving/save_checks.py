@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
@@ -144,6 +147,27 @@ def check_a_save_in_the_background(root: Path) -> None:
             torch.testing.assert_close(later, then)
 
 
+def check_no_memory_for_a_copy(root: Path) -> None:
+    """One rank has none: all say so at once, nothing is left, and later saves are written."""
+    module = nn.Sequential(nn.Linear(4096, 6144, bias=False))  # malloc maps each shard anew
+    shard_module(module, init_mesh(device_type()))
+    saver, target = AsyncSaver(), root / "saves" / "no-memory"
+    saver._own_group(20.0)  # its threads need memory, too
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if dist.get_rank() == 1:
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 8 * 2**20, limits[1]))
+    try:
+        errors = raised_everywhere(saver.save, module, Destination(str(target)), stall_s=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert all("no memory for the copy" in error and "async_save=False" in error for error in errors), errors
+    assert dist.get_rank() != 0 or not any("no-memory" in name for name in os.listdir(root / "saves"))
+    saver.save(module, Destination(str(target)))
+    saver.settle()
+    assert saver.last_committed == str(target)
+
+
 def check_full_disk(root: Path) -> None:
     """A full disk is everybody's error; the old checkpoint still loads, and nothing is left."""
     path, small = root / ODD, root / SMALL_DISK
@@ -158,6 +182,17 @@ def check_full_disk(root: Path) -> None:
             filler.write(b"0" * max(0, os.statvfs(small).f_bavail * 4096 - 8192))
     errors = raised_everywhere(save_checkpoint, wide, target, overwrite=True)
     assert all("No space left" in error for error in errors), errors
+    saver = AsyncSaver()
+    number = saver.save(wide, Destination(str(target), overwrite=True))
+    saver.settle()
+    status = saver.status(number)
+    assert status is not None
+    assert "No space left" in str(status.error)
+    # The error, which stays, keeps no connection open: a rank that waited for this one would wait on.
+    group = weakref.ref(saver._group)
+    dist.destroy_process_group(saver._group)
+    saver.lose_group()
+    assert group() is None
     if dist.get_rank() == 0:
         assert sorted(os.listdir(small)) == ["filler", "saved"]
         (small / "filler").unlink()
