@@ -148,6 +148,7 @@ def _plan(options: argparse.Namespace) -> bool:
             options.path,
             revision=options.revision,
             model=options.model,
+            base=options.base,
             world_size=options.world_size,
             device=options.device,
             sharding=Sharding(replicate_size=options.replicate_size, cpu_offload=options.cpu_offload),
@@ -233,6 +234,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU; on CPUs two, or one")
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
+    plan.add_argument("--base", help="base model of a directory of adapters; default: the hub id that they name")
     plan.add_argument("--dtype", help="as Loading(dtype=): bfloat16, bf16, ...; default: the checkpoint's dtype")
     plan.add_argument("--optimizer", choices=("AdamW", "Adam", "SGD", "Adafactor", "Adagrad"), help="to train with")
     plan.add_argument("--replicate-size", type=_count, default=1, help="replicas of the model (HSDP); default 1")

@@ -159,6 +159,7 @@ class ShardedModelGroup:
         revision: str | None = None,
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
+        base: str | os.PathLike[str] | None = None,
         world_size: int | None = None,
         device: str | None = None,
         sharding: Sharding | None = None,
@@ -193,8 +194,9 @@ class ShardedModelGroup:
                 returns a module, called on every rank with parameters on meta and real buffers.
             peft_config: A `peft.LoraConfig`: adapters are added to the model before it is sharded, and only adapters
                 are trained; base weights are frozen, and streamed as usual. `save` then writes only the adapters, as
-                peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
-                its base.
+                peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters.
+            base: The base model of a directory of adapters: a path, a URI or a hub id. Default: the hub id that the
+                adapters' files name. A path or URI in these files is not opened: give it here if you trust it.
             world_size: Number of ranks. Default: one per GPU of the cluster; on CPUs two if a node has two CPUs, else
                 one, which a line on stderr tells.
             device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
@@ -258,6 +260,7 @@ class ShardedModelGroup:
             revision=revision,
             random_weights=random_weights,
             config_overrides=config_overrides,
+            base=None if base is None else os.fspath(base),
         )
         # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
@@ -297,6 +300,7 @@ class ShardedModelGroup:
         revision: str | None = None,
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
+        base: str | os.PathLike[str] | None = None,
         world_size: int | None = None,
         device: str | None = None,
         sharding: Sharding | None = None,
@@ -317,6 +321,7 @@ class ShardedModelGroup:
             revision: As for `from_checkpoint`.
             model: As for `from_checkpoint`.
             peft_config: As for `from_checkpoint`.
+            base: As for `from_checkpoint`.
             world_size: As for `from_checkpoint`, but GPUs and CPUs are those that are free.
             device: As for `from_checkpoint`.
             sharding: As for `from_checkpoint`.
@@ -350,6 +355,7 @@ class ShardedModelGroup:
             revision=revision,
             random_weights=random_weights,
             config_overrides=config_overrides,
+            base=None if base is None else os.fspath(base),
         )
         return plan_group(spec, nodes)
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import nn
 
-from raysharding.checkpoint.storage import HubPath
+from raysharding.checkpoint.storage import HubPath, is_remote
 from raysharding.errors import PlanError
 from raysharding.models.config_files import written_files
 from raysharding.models.stand_in import clean_name, original_class
@@ -162,9 +163,7 @@ class Adapted:
         # Train and save a task's new head, as peft's own model classes do; these classes are not used here.
         if heads := _HEADS.get(config.task_type):
             config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), *heads]))
-        hub = HubPath.of_pinned(where)
-        config.base_model_name_or_path = where if hub is None else hub.repo
-        config.revision = config.revision if hub is None else hub.revision
+        set_base(config, where)
         module = build(self.model)
         try:
             with torch.device("meta"):
@@ -244,10 +243,30 @@ class AdapterNames:
         if differing := _differing(self.config.to_dict(), checkpoint.adapter):
             raise PlanError(f"{checkpoint.path}: these adapters do not match the model's: {differing}")
 
+    def other_base(self, checkpoint: Checkpoint) -> str | None:
+        """Return a warning if a checkpoint's adapters name another base than the model's; `None` if not, or unknown."""
+        theirs, mine = _base_of(checkpoint.adapter or {}), _base_of(self.config.to_dict())
+        if theirs is None or mine is None or theirs == mine:
+            return None
+        if theirs[0] == mine[0]:
+            is_other = None not in (theirs[1], mine[1])
+        else:  # a base may have moved, or be a copy of a model of the hub; what is still there is another one
+            is_other = os.path.exists(theirs[0]) or os.path.basename(theirs[0]) != os.path.basename(mine[0])
+        names = ("@".join(filter(None, one)) for one in (theirs, mine))
+        text = "{}: the adapters were made for the base {}, and are loaded onto {}: if these differ, so do the outputs"
+        return text.format(checkpoint.path, *names) if is_other else None
+
     @staticmethod
     def are_keys(keys: Mapping[str, Any]) -> bool:
         """Return True if a checkpoint holds only adapters."""
         return bool(keys) and all(key.startswith(ADAPTER_PREFIX) for key in keys)
+
+
+def set_base(config: Any, where: str) -> None:
+    """Set the base model that a `LoraConfig` names: a path or URI, or the hub id and commit of a pinned one."""
+    hub = HubPath.of_pinned(where)
+    config.base_model_name_or_path = where if hub is None else hub.repo
+    config.revision = config.revision if hub is None else hub.revision
 
 
 def all_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -297,6 +316,19 @@ def apply_adapter_reset(root: Any, fqn: str) -> None:
     """Set peft's own initial values: A as in a Linear, B zeros, unless `init_lora_weights` says otherwise."""
     layer: Any = holder_of_adapter(root, fqn)
     layer.reset_lora_parameters(ADAPTER, root.peft_config[ADAPTER].init_lora_weights)
+
+
+def _base_of(fields: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """Return the base's hub id, or its path without symlinks; and its commit, if known. `None` if there is no name."""
+    name, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if not isinstance(name, str) or not name or "\0" in name:
+        return None
+    hub = HubPath.of_pinned(name)
+    if hub is None and not os.path.lexists(name) and (hub := HubPath.of(name)) is not None:
+        hub = replace(hub, revision=revision if isinstance(revision, str) else None)
+    if hub is not None:
+        return hub.repo, hub.revision if hub.is_pinned else None
+    return name if is_remote(name) else os.path.realpath(name.removeprefix("file://")), None
 
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:

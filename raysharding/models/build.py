@@ -20,7 +20,7 @@ from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
 from raysharding.gc_pause import paused_gc
-from raysharding.models.adapters import Adapted
+from raysharding.models.adapters import ADAPTER, Adapted, set_base
 
 if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
@@ -73,6 +73,11 @@ def _named(checkpoint: Checkpoint) -> str:
     """Return the absolute path that opens a checkpoint again: its directory, or its file if it is one of several."""
     is_file = checkpoint.path.endswith(".safetensors") and checkpoint.files[0].name != SINGLE_NAME
     return checkpoint.files[0].path if is_file else checkpoint.directory
+
+
+def name_base(module: Any, checkpoint: Checkpoint) -> None:
+    """Make later saves of a module's adapters name the checkpoint as their base."""
+    set_base(module.peft_config[ADAPTER], _named(checkpoint))
 
 
 def make_contiguous(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -107,8 +108,7 @@ def test_training_equals_peft_in_one_process(base: Path, tmp_path: Path, shardin
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     torch.testing.assert_close(opened(collate()(ROWS)["input_ids"]).logits, logits, rtol=1e-5, atol=1e-5)
 
-    # The path of the adapters is enough, on another number of ranks: they name their base.
-    with make_group(tmp_path / "trained", 3) as group:
+    with make_group(tmp_path / "trained", 3, base=base) as group:
         assert fit(group, epochs=3, resume=True).history["loss"] == pytest.approx(alone.epoch(), abs=1e-5)
 
 
@@ -177,6 +177,7 @@ def test_a_model_in_bfloat16_keeps_its_adapters_in_float32(base: Path, tmp_path:
     assert losses[-2] < losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*the adapters were made for the base somebody/llama")
 def test_a_restart_goes_back_to_the_base_that_the_group_was_made_of(base: Path, tmp_path: Path) -> None:
     """Adapters name the base that they were made on, by a name of the hub, say; older files lack fields of today."""
     model: Any = transformers.LlamaForCausalLM.from_pretrained(base)
@@ -241,12 +242,55 @@ def test_ids_that_the_model_has_not_are_refused_before_a_step(base: Path) -> Non
         assert fit(group).num_steps == 8
 
 
+def test_what_a_load_leaves_on_and_adapters_of_another_base_are_told(base: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    other = ARCHITECTURES["llama"].make()
+    other.save_pretrained(tmp_path / "other")
+    named = f"adapters were made for the base {os.path.realpath(base)}, and are loaded onto {tmp_path / 'other'}"
+    with make_group(base, 1, peft_config=lora(init_lora_weights=False), optimizer=None) as group:
+        group.save(tmp_path / "adapters")
+        report = group.load(base)
+        assert report.kept == tuple(sorted(name for name in group.state_dict() if "lora_" in name))
+        assert "tensors stay in effect on this base: " in str(report)
+        assert group.load(tmp_path / "adapters").kept == group.load_report.kept == ()
+        group.load(tmp_path / "other")
+        # The save names the base that its adapters are on now.
+        group.save(tmp_path / "moved", overwrite=True)
+        with pytest.warns(UserWarning, match=re.escape(named)):
+            assert named in str(group.load(tmp_path / "adapters"))
+    assert json.loads((tmp_path / "moved/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "other"
+    )
+    with pytest.warns(UserWarning, match=re.escape(named)):
+        make_group(tmp_path / "adapters", 1, base=tmp_path / "other", optimizer=None).shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*the adapters were made for the base .*base0, and are loaded onto .*both")
+def test_a_model_and_adapters_in_one_directory_are_told_apart_by_the_caller(base: Path, tmp_path: Path) -> None:
+    """transformers applies the adapters: their logits are those of the model with them."""
+    both = shutil.copytree(base, tmp_path / "both")
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, lora(init_lora_weights=False)).save_pretrained(both)
+    ids = collate()(ROWS)["input_ids"]
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(both)(ids).logits
+    with pytest.raises(CheckpointError, match="by which transformers adds adapters to the model: give ") as told:
+        make_group(both)
+    path, adapters = re.findall(r"give (\S+) for the model alone, or (\S+) with base=", str(told.value))[0]
+    with make_group(adapters, 1, base=path, optimizer=None) as group:
+        logits = group.forward(input_ids=Split(ids)).logits
+        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+        alone = transformers.LlamaForCausalLM.from_pretrained(base)(ids).logits
+        assert (alone - wanted).abs().max() > 0.1
+        with pytest.raises(CheckpointError, match="by which transformers adds adapters"):
+            group.load(both)
+
+
 def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(base, tmp_path / "moved")
     model: Any = transformers.LlamaForCausalLM.from_pretrained(moved)
     theirs = peft.get_peft_model(model, lora())
     theirs.save_pretrained(tmp_path / "adapters")
-    assert "fits" in str(ShardedModelGroup.plan(tmp_path / "adapters", world_size=2, device="cpu"))
+    assert "fits" in str(ShardedModelGroup.plan(tmp_path / "adapters", base=moved, world_size=2, device="cpu"))
     with pytest.raises(ValueError, match=r"peft_config differs from the adapters .*: r=8 for 4"):
         make_group(tmp_path / "adapters", peft_config=lora(r=8))
     with pytest.raises(PlanError, match="'nowhere'"):
@@ -255,14 +299,13 @@ def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: 
     fields = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields | {"r": 5}))
     with pytest.raises(PlanError, match=r"lora_A.* has shape \(4, 16\), the model's parameter \(5, 16\)"):
-        make_group(tmp_path / "adapters")
+        make_group(tmp_path / "adapters", base=moved)
     with pytest.raises(ValueError, match="give a peft"):
         make_group(base, peft_config={"r": 4})
     shutil.rmtree(moved)
-    with pytest.raises(CheckpointError, match="moved") as caught:
-        make_group(tmp_path / "adapters")
-    assert "names this as its base model" in "".join(caught.value.__notes__)
+    with pytest.raises(CheckpointError, match="moved: no such file"):
+        make_group(tmp_path / "adapters", base=moved)
     fields = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": None}))
-    with pytest.raises(CheckpointError, match="names no base model"):
+    with pytest.raises(CheckpointError, match="names the base model None"):
         make_group(tmp_path / "adapters")

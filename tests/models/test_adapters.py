@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from raysharding.checkpoint import open_checkpoint
+from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import PlanError
 from raysharding.models import Adapted, AdapterNames, Initialiser, build_module, map_keys, missing_rules
 from tests.models.architectures import ARCHITECTURES
@@ -109,6 +109,45 @@ def test_a_base_is_named_by_what_opens_it_again(tmp_path: Path) -> None:
         names = AdapterNames.of(build_module(adapted, open_checkpoint(tmp_path / given), None))
         assert names is not None
         assert names.config.base_model_name_or_path == str(tmp_path / named)
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "differs"),
+    [
+        ("{}/a", "{}/b", True),
+        ("{}/a", "{}/link", False),
+        ("{}/./a/", "{}/a", False),
+        ("file://{}/a", "{}/a", False),
+        ("/elsewhere/a", "{}/a", False),  # it was moved, or is another machine's
+        ("/elsewhere/c", "{}/a", True),
+        ("{}/more/a", "{}/a", True),  # checkpoint-100 of two runs
+        ("org/a", "{}/a", False),  # a copy of the hub's
+        ("org/c", "{}/a", True),
+        ("org/a", f"/cache/models--org--a/snapshots/{COMMIT}", False),
+        ("org/c", f"/cache/models--org--a/snapshots/{COMMIT}", True),
+        (f"/other/models--org--a/snapshots/{COMMIT}", f"hf://org/a@{COMMIT}", False),
+        (f"/other/models--org--a/snapshots/{COMMIT[::-1]}", f"hf://org/a@{COMMIT}", True),
+        ("s3://bucket/a", "s3://bucket/b", True),
+        (None, "{}/a", False),
+        ("\0", "{}/a", False),
+    ],
+)
+def test_adapters_of_another_base_are_told_where_that_is_known(
+    theirs: str | None, mine: str, differs: bool, tmp_path: Path
+) -> None:
+    for name in ("a", "b", "more/a"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    where, name = mine.format(tmp_path), None if theirs is None else theirs.format(tmp_path)
+    module = Adapted.of(None, lora("llama")).build(lambda _: ARCHITECTURES["llama"].make(), where)
+    names = AdapterNames.of(module)
+    assert names is not None
+    adapters = Checkpoint("there", (), {}, None, {}, {"base_model_name_or_path": name, "revision": "main"})
+    warning = names.other_base(adapters)
+    assert (warning is not None) == differs, warning
 
 
 def test_values_are_by_pefts_rule(tmp_path: Path) -> None:

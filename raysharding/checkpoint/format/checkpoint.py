@@ -18,7 +18,7 @@ from raysharding.checkpoint.format.index import (
     resolve_files,
 )
 from raysharding.checkpoint.format.locate import locate
-from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
 from raysharding.checkpoint.storage import (
     DEFAULT_REMOTE,
@@ -220,6 +220,14 @@ def identify_files(paths: Sequence[str], *, remote: RemoteOptions = DEFAULT_REMO
 
 def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
     file_set = resolve_files(storage, given)
+    if file_set.has_adapters:
+        model = file_set.index_path or join_path(file_set.directory, SINGLE_NAME)
+        raise CheckpointError(
+            f"holds a whole model and {ADAPTER_CONFIG_NAME}, by which transformers adds adapters to the model: give "
+            f"{model} for the model alone, or {join_path(file_set.directory, ADAPTER_NAME)} with base={model!r} for "
+            "the model with the adapters",
+            path=given,
+        )
     paths = [join_path(file_set.directory, name) for name in file_set.names]
     read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
     files, headers = [file for file, _ in read], [header for _, header in read]

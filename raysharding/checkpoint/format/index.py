@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from raysharding.checkpoint.format.header import parse_object
@@ -63,6 +63,8 @@ class FileSet:
     """Tensor → file name, as the index says; `None` where there is no index."""
     index_path: str | None
     """Absolute path or URI of the index, or `None`."""
+    has_adapters: bool = False
+    """True if a directory was given that holds peft's adapter_config.json beside a whole model."""
 
 
 def resolve_files(storage: Storage, path: str) -> FileSet:
@@ -188,7 +190,7 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
         if SINGLE_NAME in names and SINGLE_NAME not in files.names:
             what = f"holds both {INDEX_NAME} and a {SINGLE_NAME} outside it: give the path of the one you mean"
             raise CheckpointError(what, path=directory)
-        return files
+        return replace(files, has_adapters=ADAPTER_CONFIG_NAME in names)
     found = [name for name in names if name.endswith(_SUFFIX)]
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if SINGLE_NAME in found:
@@ -202,7 +204,8 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
     storage.check_inside(directory, found[0])
     path = join_path(directory, found[0])
     require_file(storage.find(path), path)
-    return FileSet(directory, (found[0],), None, None)
+    has_adapters = found == [SINGLE_NAME] and ADAPTER_CONFIG_NAME in names
+    return FileSet(directory, (found[0],), None, None, has_adapters)
 
 
 def _nothing_there(path: str, normal: str) -> CheckpointError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import replace
 from typing import Final
 
@@ -45,7 +46,8 @@ def locate(given: str, revision: str | None = None, *, weights: bool = True) -> 
         if not is_id:
             what = "is a path that exists" if os.path.lexists(given) else "is no hub id, 'org/name'"
             raise ValueError(f"revision={revision!r}, but {given!r} {what}: leave the revision out")
-        if not revision or not isinstance(revision, str):
+        # As in git's names: `huggingface_hub` joins a revision to the path of its cache.
+        if type(revision) is not str or not re.fullmatch(r"(?!/|.*\.\.)[\x21-\x7e]+", revision):
             raise ValueError(f"revision={revision!r}: give a branch, a tag or a commit")
     if hub is None or not (is_id or is_remote(given)):
         return given

@@ -67,6 +67,7 @@ from raysharding.distributed.transfer import (
 )
 from raysharding.errors import CheckpointError
 from raysharding.gc_pause import paused_gc
+from raysharding.models import name_base
 
 READ_THREADS = 4
 """Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
@@ -151,6 +152,8 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
             error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
+    if plan.match is not None and plan.match.kept and plan.match.state_dict is None:
+        name_base(module, plan.match.checkpoint)
     return LoadReport.merge(plan, per_rank)
 
 

@@ -131,6 +131,10 @@ class Outline:
     """Other names of tied tensors."""
     converted: tuple[str, ...]
     """`FQN: operations` of tensors that transformers' operations compute."""
+    kept: tuple[str, ...] = ()
+    """FQNs of adapters that keep their values, since the checkpoint holds their base."""
+    warnings: tuple[str, ...] = ()
+    """See `LoadReport.warnings`."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
@@ -154,6 +158,10 @@ class CheckpointMatch:
     """Canonical FQNs of tensors that the checkpoint lacks and that need a value."""
     manifest: Manifest | None
     """Manifest of the saved files; only under `verify="full"`."""
+    kept: tuple[str, ...]
+    """See `Outline.kept`."""
+    warnings: tuple[str, ...]
+    """See `LoadReport.warnings`."""
 
 
 @dataclass(frozen=True)
@@ -342,16 +350,20 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
         opened = origin.as_checkpoint()
     else:
         opened = with_local_files(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
+    adapters, warned = AdapterNames.of(module), None
     if opened.adapter is not None:
-        adapters = AdapterNames.of(module)
         if adapters is None:
             what = "holds LoRA adapters, and the model has none: from_checkpoint(path) makes the model with them"
             raise PlanError(f"{opened.path} {what}")
         adapters.check(opened)
+        warned = adapters.other_base(opened)
     manifest = _manifest(opened) if loading.verify == "full" else None
     keys = map_keys(module, opened.tensors, loading.key_mapping)
     initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
-    match = CheckpointMatch(opened, keys, state_dict, initialise, manifest)
+    kept = () if adapters is None else sorted(adapters.added.difference(keys.targets, initialise))
+    match = CheckpointMatch(
+        opened, keys, state_dict, initialise, manifest, tuple(kept), () if warned is None else (warned,)
+    )
     if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems)
     return match
@@ -402,6 +414,8 @@ def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, Ten
         ignored=keys.ignored,
         tied=tuple(keys.aliases),
         converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
+        kept=match.kept,
+        warnings=match.warnings,
     )
 
 

@@ -89,6 +89,10 @@ class LoadReport:
     """FQNs that share the parameter of another FQN."""
     converted: tuple[str, ...] = ()
     """`FQN: operations` of tensors that transformers' operations computed on rank 0."""
+    kept: tuple[str, ...] = ()
+    """FQNs of LoRA adapters that stay as they were, in effect: the checkpoint holds their base model."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the result: adapters that name another base model. A group's driver warns of it, too."""
 
     @classmethod
     def merge(cls, plan: LoadPlan, per_rank: Sequence[Mapping[str, Any]]) -> Self:
@@ -163,7 +167,9 @@ class LoadReport:
             names = getattr(self, title)
             if names:
                 rows.append((title, f"{len(names)}: {_names(names)}"))
-        return rows
+        if self.kept:
+            rows.append(("adapters", f"{len(self.kept)} tensors stay in effect on this base: {_names(self.kept)}"))
+        return rows + [("warning", text) for text in self.warnings]
 
     @staticmethod
     def _per_rank(values: tuple[int, ...]) -> str:

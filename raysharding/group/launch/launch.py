@@ -31,6 +31,7 @@ from raysharding.group.cluster import (
     connect,
     reserve,
     wait_placed,
+    warn,
 )
 from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
@@ -244,7 +245,13 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
     """Stream a checkpoint into the ranks, with a progress bar, and return rank 0's report."""
     load = client.submit_same("load", path, deadline_s=client.timeouts.load_stall_s, watch=True)
     follow(load, f"loading {opened.path}", opened.num_bytes, progress)
-    report: LoadReport = load.result()
+    return warned(load.result())
+
+
+def warned(report: LoadReport) -> LoadReport:
+    """Issue the warnings of a load in the user's program; return the report."""
+    for warning in report.warnings:
+        warn(warning)
     return report
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from raysharding.checkpoint import locate
 from raysharding.checkpoint.storage import access_to, normal_path
 from raysharding.distributed.saving import Destination
 from raysharding.group.calls import Call, Collect, collect_rank0
-from raysharding.group.launch.launch import RunningGroup
+from raysharding.group.launch.launch import RunningGroup, warned
 from raysharding.group.supervision import Check
 
 
@@ -65,7 +66,9 @@ def submit_load(
         check()  # before the hub is asked; again when the call is queued
     client, files, target = running.client, running.files, normal_path(locate(path, revision))
     stall_s = client.timeouts.load_stall_s
-    call = client.submit_same("load", target, access_to(target), deadline_s=stall_s, watch=True, check=check)
+    collect = Collect(lambda call: warned(collect_rank0.join(call)))
+    options: dict[str, Any] = {"deadline_s": stall_s, "watch": True, "check": check, "collect": collect}
+    call = client.submit_same("load", target, access_to(target), **options)
     number = files.begin_load()
 
     def loaded(ended: Call) -> None:

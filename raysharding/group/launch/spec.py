@@ -20,7 +20,7 @@ from torch import nn
 
 from raysharding.arguments import check_int
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
-from raysharding.checkpoint.storage import HubAccess, access_to, is_remote, normal_path
+from raysharding.checkpoint.storage import HubAccess, HubPath, access_to, is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
@@ -108,6 +108,8 @@ class GroupSpec:
     """True if config.json alone is read."""
     config_overrides: Mapping[str, Any] | None = None
     """Field of config.json → value in its place; only with random weights."""
+    base: str | None = None
+    """Path, URI or hub id of the base of the adapters in `checkpoint`; `None`: the hub id in their files."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(3))
     """Tells groups without a name apart; a restart keeps it."""
@@ -175,18 +177,19 @@ class GroupSpec:
             raise ValueError("config_overrides with a callable model, which does not read config.json: leave one out")
 
     def located(self) -> Self:
-        """Return the spec with a hub id resolved, so that later loads read the same commit; needs no cluster.
+        """Return the spec with hub ids resolved, so that later loads read the same commits; needs no cluster.
 
         Raises:
             ValueError: A revision for what is no hub id.
             CheckpointError: As `locate`.
         """
         where = locate(self.checkpoint, self.revision, weights=not self.random_weights)
-        return replace(self, checkpoint=where, revision=None)
+        base = None if self.base is None else locate(self.base)
+        return replace(self, checkpoint=where, revision=None, base=base)
 
     def of_files(self, source: str) -> Self:
         """Return the spec for a reload from other files than the group was made from: those hold weights."""
-        return replace(self, checkpoint=source, revision=None, random_weights=False, config_overrides=None)
+        return replace(self, checkpoint=source, revision=None, random_weights=False, config_overrides=None, base=None)
 
     def seen_at(self, base: str, directory: str) -> Self:
         """Return the spec with the base's files in another directory or URI."""
@@ -329,29 +332,42 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
     if spec.config_overrides is not None:
         given = override_config(given, spec.config_overrides)
     if given.adapter is None:
+        if spec.base is not None:
+            raise ValueError(f"base={spec.base!r}, but {given.path} holds no LoRA adapters alone: leave base out")
         model = spec.model
         if isinstance(model, Adapted):
             model = replace(model, base=normal_path(spec.checkpoint))
         return Opened(model, given, None)
     adapted = Adapted.of_files(spec.model, given)
-    base = adapted.base or given.adapter.get("base_model_name_or_path")
-    how = "give the base's path and peft_config=LoraConfig.from_pretrained(adapters), then group.load(adapters)"
-    if not isinstance(base, str) or not base or "\0" in base:
-        what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
-        raise CheckpointError(what, path=given.path)
-    try:
-        if adapted.base is None:
-            # peft writes the revision of a hub id; of a path it means nothing.
-            base = locate(base, None if os.path.lexists(base) else given.adapter.get("revision"))
-        opened = open_one(base)
-    except CheckpointError as error:
-        error.add_note(f"raysharding: {given.path} names this as its base model; if the base was moved, {how}")
-        raise
+    base = adapted.base or spec.base or _named_base(given)
+    opened = open_one(base)
     if opened is None:
         return None
     if opened.adapter is not None:
-        raise CheckpointError(f"names {base} as its base model, which holds adapters as well: {how}", path=given.path)
+        what = f"their base model, {base}, holds adapters as well: give base=, the path of a whole model"
+        raise CheckpointError(what, path=given.path)
     return Opened(replace(adapted, base=normal_path(base)), opened, given)
+
+
+def _named_base(adapters: Checkpoint) -> str:
+    """Return the located hub id that adapter_config.json names; see SECURITY.md.
+
+    Raises:
+        CheckpointError: It names nothing, or what a file must not choose for the caller: a path or a URI.
+    """
+    assert adapters.adapter is not None, "a checkpoint of adapters"
+    name, revision = (adapters.adapter.get(key) for key in ("base_model_name_or_path", "revision"))
+    what = f"adapter_config.json names the base model {name!r}, which is no hub id, or is a path here, too"
+    if isinstance(name, str) and HubPath.of(name) and not is_remote(name) and not os.path.lexists(name):
+        try:
+            return locate(name, revision)
+        except CheckpointError as error:
+            error.add_note(f"raysharding: {adapters.path} names this as its base model; base= names another")
+            raise
+        except ValueError as error:
+            what = f"adapter_config.json: {error}"
+    how = "give base=, the path, URI or hub id of the model that the adapters were made for"
+    raise CheckpointError(f"{what}. Paths and URIs in a file are opened only on your word: {how}", path=adapters.path)
 
 
 def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
