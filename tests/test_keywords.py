@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
         ("from_checkpoint", "world_sise", "did you mean world_size=...?"),
         ("from_checkpoint", "load_stall", "did you mean timeouts=Timeouts(load_stall_s=...)?"),
         ("plan", "num_gpus", "give world_size=..."),
-        ("plan", "xyzzy", "it takes checkpoint, revision, model, peft_config, world_size"),
+        ("plan", "xyzzy", "it takes checkpoint, revision, model, peft_config, base, world_size"),
     ],
 )
 def test_unknown_keyword_is_answered_by_ours(function: str, keyword: str, said: str) -> None:

@@ -69,15 +69,16 @@ def adapter_merges(module: nn.Module) -> dict[str, AdapterMerge]:
         One entry for each changed tensor; empty if the module has no adapters.
 
     Raises:
-        PlanError: An adapter cannot be merged into one weight: it is no plain LoRA (DoRA, LoHa, experts in one
-            parameter), it is switched off, or the weight is tied to another that the adapter does not change. The error
+        PlanError: An adapter cannot be merged into one weight: it is no plain LoRA (DoRA, LoHa, trained rows of an
+            embedding), it is switched off, or the weight is tied to another that the adapter does not change. The error
             lists all such layers.
     """
-    if AdapterNames.of(module) is None:
+    names = AdapterNames.of(module)
+    if names is None:
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    canonical = _canonical_names(module)
+    canonical = canonical_names(module)
     owners = _num_owners(module)
     merges: dict[str, AdapterMerge] = {}
     problems: list[str] = []
@@ -88,7 +89,10 @@ def adapter_merges(module: nn.Module) -> dict[str, AdapterMerge]:
         if problem := _problem(layer, owners):
             problems.append(f"{path}: {problem}")
         else:
-            merges |= {canonical[tensor]: merge for tensor, merge in _merges_of(layer, f"{path}." if path else "")}
+            prefix = f"{path}." if path else ""
+            for tensor, factors, is_bias in _factors_of(layer):
+                fqn, paths = canonical[tensor], tuple(prefix + factor for factor in factors)
+                merges[fqn] = AdapterMerge(names.base.get(fqn, fqn), paths, layer, prefix, is_bias)
     if problems:
         raise PlanError(
             f"the adapters of {len(problems)} layers cannot be merged into the base weights; take the adapters alone, "
@@ -111,10 +115,11 @@ def plain_names(module: nn.Module) -> dict[str, str]:
         found = name if names is None else names.plain_name(name)
         if found is not None:
             plain.setdefault(tensor, found)
-    return {name: plain[tensor] for tensor, name in _canonical_names(module).items() if tensor in plain}
+    return {name: plain[tensor] for tensor, name in canonical_names(module).items() if tensor in plain}
 
 
-def _canonical_names(module: nn.Module) -> dict[torch.Tensor, str]:
+def canonical_names(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Return parameter or buffer → its first name."""
     names: dict[torch.Tensor, str] = {}
     for name, tensor in all_names(module):
         names.setdefault(tensor, name)
@@ -129,9 +134,9 @@ def _num_owners(module: nn.Module) -> Counter[torch.Tensor]:
 
 def _problem(layer: Any, owners: Mapping[torch.Tensor, int]) -> str | None:
     """Return why peft's `get_delta_weight` is not the whole merge of `layer`; `None` if it is."""
-    from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear
+    from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
 
-    if original_class(layer) not in (Linear, Embedding, Conv1d, Conv2d, Conv3d):
+    if original_class(layer) not in (Linear, Embedding, Conv1d, Conv2d, Conv3d, ParamWrapper):
         return f"{type(layer).__module__}.{class_name(layer)} is not a plain LoRA layer"
     base = layer.get_base_layer()
     if variant := layer.lora_variant.get(ADAPTER):
@@ -142,22 +147,23 @@ def _problem(layer: Any, owners: Mapping[torch.Tensor, int]) -> str | None:
         return f"its convolution has groups={base.groups}"
     if layer.lora_bias.get(ADAPTER) and base.bias is None:
         return "lora_bias=True, but the base layer has no bias"
-    if owners[base.weight] > 1:
+    if owners[_weight(layer)] > 1:
         return "its base weight is tied to another layer's, which a merge would change too"
     return None
 
 
-def _merges_of(layer: Any, prefix: str) -> Iterator[tuple[torch.Tensor, AdapterMerge]]:
-    """Yield (base tensor, merge) of one LoRA layer at `prefix`."""
+def _weight(layer: Any) -> torch.Tensor:
+    """Return the parameter that a LoRA layer adapts: a layer's weight, or one that `target_parameters` names."""
     base = layer.get_base_layer()
+    found: torch.Tensor = getattr(base, getattr(layer, "parameter_name", "weight"))
+    return found
+
+
+def _factors_of(layer: Any) -> Iterator[tuple[torch.Tensor, list[str], bool]]:
+    """Yield each base tensor of a LoRA layer, the names of its adapters in the layer, and True for a bias."""
     if ADAPTER in layer.lora_embedding_A:
-        factors = [f"lora_embedding_{side}.{ADAPTER}" for side in "AB"]
+        yield _weight(layer), [f"lora_embedding_{side}.{ADAPTER}" for side in "AB"], False
     elif ADAPTER in layer.lora_A:
-        factors = [f"lora_{side}.{ADAPTER}.weight" for side in "AB"]
-    else:
-        return
-    paths = tuple(prefix + factor for factor in factors)
-    yield base.weight, AdapterMerge(f"{prefix}weight", paths, layer, prefix, _is_bias=False)
-    if layer.lora_bias.get(ADAPTER):
-        paths = (f"{prefix}lora_B.{ADAPTER}.bias",)
-        yield base.bias, AdapterMerge(f"{prefix}bias", paths, layer, prefix, _is_bias=True)
+        yield _weight(layer), [f"lora_{side}.{ADAPTER}.weight" for side in "AB"], False
+        if layer.lora_bias.get(ADAPTER):
+            yield layer.get_base_layer().bias, [f"lora_B.{ADAPTER}.bias"], True

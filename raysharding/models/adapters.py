@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -36,6 +36,7 @@ _SUPPORTED: Final = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "fan_in_fan_out",
         "inference_mode",
@@ -52,7 +53,9 @@ _SUPPORTED: Final = frozenset(
         "rank_pattern",
         "revision",
         "target_modules",
+        "target_parameters",
         "task_type",
+        "trainable_token_indices",
         "use_rslora",
     }
 )
@@ -64,9 +67,10 @@ _SCALE: Final[Mapping[str, Any]] = {
     "use_rslora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
+    "trainable_token_indices": None,
 }
-"""Fields that set the adapters' scale → value that a file without the field stands for. Except for `r`, the names and
-shapes of tensors do not show these fields, and peft does not fill them in."""
+"""Fields that set the adapters' scale, or which rows are trained → value that a file without the field stands for.
+Except for `r`, the names and shapes of tensors do not show these fields, and peft does not fill them in."""
 _HEADS: Final[Mapping[str, tuple[str, ...]]] = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
@@ -173,6 +177,12 @@ class Adapted:
             raise PlanError(f"{self.origin}: {what}") from error
         # peft may have changed the fields: experts that are one parameter become `target_parameters`.
         _check_supported(config, f"{self.origin}, as peft reads it for {type(module).__name__}")
+        if getattr(config, "target_modules_to_tie", None):
+            raise PlanError(
+                f"{self.origin}: ensure_weight_tying with the embedding in target_modules makes adapters of embedding "
+                "and head one memory in two layouts, which cannot be sharded: leave one of the two out"
+            )
+        _settle_rows(module, self.origin)
         _widen(module)
         return module
 
@@ -191,6 +201,8 @@ class AdapterNames:
     """FQNs of tensors that the base model lacks."""
     copies: Mapping[str, str]
     """FQN of a trained copy (`modules_to_save`) → FQN of the original tensor."""
+    rows: Mapping[str, tuple[str, tuple[int, ...]]]
+    """FQN of trained rows (`trainable_token_indices`) → FQN of the table that they replace rows of, and these rows."""
 
     @classmethod
     def of(cls, module: Any) -> Self | None:
@@ -201,23 +213,27 @@ class AdapterNames:
         base: dict[str, str] = {}
         added: set[str] = set()
         copies: dict[str, str] = {}
+        rows: dict[str, tuple[str, tuple[int, ...]]] = {}
         names = list(dict.fromkeys(name for name, _ in all_names(module)))
-        for prefix, inner, beside in _wrappers(module):
-            for name in (name for name in names if name.startswith(prefix)):
+        # From the inside out: wrappers of parameters are nested.
+        for prefix, inner, beside, layer in sorted(_wrappers(module), key=lambda one: -len(one[0])):
+            for name in (name for name in names if name.startswith(prefix) and name not in added):
                 part, _, rest = name.removeprefix(prefix).partition(".")
                 if part == inner:
-                    base[name] = prefix + rest
+                    base[name] = prefix + base.get(name, name).removeprefix(f"{prefix}{inner}.")
                 elif part in beside:
                     added.add(name)
                     if part == "modules_to_save":
                         copies[name] = f"{prefix}{inner}.{rest.partition('.')[2]}"
+                    elif part == "trainable_tokens_delta":
+                        rows[name] = f"{prefix}{inner}.weight", tuple(layer.token_indices[ADAPTER])
         marks = dict(zip(names, names, strict=True))
         # peft's own function assigns the keys, given names in place of tensors.
         held = peft.get_peft_model_state_dict(
             module, state_dict=marks, adapter_name=ADAPTER, save_embedding_layers=False
         )
         files = {name: ADAPTER_PREFIX + key for key, name in held.items()}
-        return cls(module.peft_config[ADAPTER], files, base, frozenset(added), copies)
+        return cls(module.peft_config[ADAPTER], files, base, frozenset(added), copies, rows)
 
     def plain_name(self, fqn: str) -> str | None:
         """Return the FQN of a tensor in the model without adapters, where a trained copy replaces its original.
@@ -323,12 +339,11 @@ def _base_of(fields: Mapping[str, Any]) -> tuple[str, str | None] | None:
     name, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     if not isinstance(name, str) or not name or "\0" in name:
         return None
-    hub = HubPath.of_pinned(name)
-    if hub is None and not os.path.lexists(name) and (hub := HubPath.of(name)) is not None:
-        hub = replace(hub, revision=revision if isinstance(revision, str) else None)
-    if hub is not None:
-        return hub.repo, hub.revision if hub.is_pinned else None
-    return name if is_remote(name) else os.path.realpath(name.removeprefix("file://")), None
+    hub = HubPath.of_pinned(name) or (None if os.path.lexists(name) else HubPath.of(name))
+    if hub is None:
+        return name if is_remote(name) else os.path.realpath(name.removeprefix("file://")), None
+    commit = hub.revision or revision
+    return hub.repo, commit if isinstance(commit, str) and len(commit) == 40 else None
 
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
@@ -351,8 +366,8 @@ def _check_supported(config: Any, where: str) -> None:
     for key, value in config.to_dict().items():
         if key not in _SUPPORTED and (value or None) != (default.get(key) or None):  # peft may leave an empty set
             raise ValueError(
-                f"{where}: LoraConfig({key}={value!r}) is not supported: leave it out, or create such adapters with "
-                "peft in one process"
+                f"{where}: LoraConfig({key}={value!r}) is not supported: it needs base weights, which no rank holds "
+                "whole: leave it out, or train such adapters with peft in one process"
             )
     if config.init_lora_weights not in _INITS:
         raise ValueError(
@@ -370,14 +385,33 @@ def _widen(module: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def _wrappers(module: nn.Module) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Yield the prefix of each peft layer, under every name; the name of its base child; the names of its others."""
+def _wrappers(module: nn.Module) -> Iterator[tuple[str, str, frozenset[str], Any]]:
+    """Yield of each peft layer, under every name, its prefix, its base child's name, its others' names, and itself."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
     for name, layer in module.named_modules(remove_duplicate=False):
         prefix = f"{found}." if (found := clean_name(name)) else ""
         if isinstance(layer, BaseTunerLayer):
-            yield prefix, "base_layer", frozenset(layer.adapter_layer_names)
+            yield prefix, "base_layer", frozenset(layer.adapter_layer_names), layer
+        elif isinstance(layer, TrainableTokensWrapper):  # around a layer of its own, which holds table and rows
+            yield prefix, "token_adapter", frozenset(), layer
         elif isinstance(layer, AuxiliaryTrainingWrapper):
-            yield prefix, "original_module", frozenset(layer.adapter_layer_names)
+            yield prefix, "original_module", frozenset(layer.adapter_layer_names), layer
+
+
+def _settle_rows(module: nn.Module, origin: str) -> None:
+    """Check the indices of trained rows, and drop peft's copies of the original rows, which only its `unmerge` reads.
+
+    Raises:
+        PlanError: The table has no such row.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, TrainableTokensLayer):
+            layer.trainable_tokens_original.clear()
+            num_rows = len(layer.get_base_layer().weight)
+            if outside := [index for index in layer.token_indices[ADAPTER] if not 0 <= index < num_rows]:
+                what = f"trainable_token_indices names {outside[:8]}, but {name} has {num_rows} rows"
+                raise PlanError(f"{origin}: {what}: resize the base model's embedding before")

@@ -77,6 +77,8 @@ class Routing:
     """FQNs that may be missing because this kind of checkpoint omits them: adapters, or everything but adapters."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """FQN → FQN of the tensor whose value it copies if it has no other source."""
+    rows: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """FQN → FQN of the table whose rows it copies if it has no other source, and these rows."""
     base: Mapping[str, str] = field(default_factory=dict)
     """FQN → its name in the model without adapters, where these differ."""
 
@@ -117,6 +119,7 @@ def route(
         renamed={fqns.get(name, name): sources for name, sources in routing.renamed.items()},
         optional=adapters.added,
         copies=adapters.copies,
+        rows=adapters.rows,
         base=adapters.base,
     )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -262,13 +262,20 @@ class _Mapper:
                     self._feeds[empty] = self._feeds[full]
 
     def _copy_trained(self) -> None:
-        """Feed a trained copy of a module (`modules_to_save`) from the module's own sources."""
-        for copy, original in self._routing.copies.items():
+        """Feed a trained copy of a module (`modules_to_save`), or of some rows, from the module's own sources."""
+        copied = {copy: (original, None) for copy, original in self._routing.copies.items()}
+        for copy, (original, rows) in {**copied, **self._routing.rows}.items():
             original = self._aliases.get(original, original)
             if not self._entries[copy].tensor.is_meta:
                 continue  # the copy is real and may have been trained; it keeps its value, as adapters do
-            if copy not in self._feeds and original in self._feeds:
-                self._feeds[copy] = self._feeds[original]
+            if copy not in self._feeds and copy not in self._aliases and original in self._feeds:
+                self._feeds[copy] = feed = self._feeds[original]
+                if rows is not None:
+                    info = self._tensors[feed.sources[0]]
+                    whole = BlockTensor.of_source(info.name, info.shape, info.dtype)
+                    table: Any = whole if feed.result is None else feed.result
+                    parts = torch.cat([table.narrow(0, row, 1) for row in rows])
+                    self._feeds[copy] = _Feed(feed.sources, None, parts)
 
     def _targets(self) -> dict[str, Target]:
         targets = {}
@@ -368,7 +375,8 @@ def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run,
         return (Run(feed.sources[0], 0, 0, num_elements),) if num_elements else ()
     if isinstance(feed.result, torch.Tensor):
         return None
-    runs = feed.result.runs(max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
+    most = max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES)
+    runs = feed.result.runs(most if feed.conversion is not None else num_elements)  # rows are read one by one
     if runs is not None:
         assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"
     return runs

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from raysharding.models.adapters import AdapterNames
+from raysharding.models.adapter_merge import canonical_names
+from raysharding.models.adapters import AdapterNames, all_names
 from raysharding.models.blocks import BlockTensor, Run
 from raysharding.models.conversion import declared_ties, is_transformers_model
 from raysharding.models.key_mapping import FEW_RUNS, MIN_RUN_BYTES
@@ -68,6 +69,8 @@ class RunIndex:
         """
         runs, last = self._runs.get(source, []), first + num_elements
         index = max(bisect_right(runs, first, key=lambda item: item[0].source_start) - 1, 0)
+        while index and runs[index - 1][0].source_start == runs[index][0].source_start:
+            index -= 1  # a tensor that is saved twice
         while index < len(runs) and runs[index][0].source_start < last:
             run, key = runs[index]
             start, stop = max(first, run.source_start), min(last, run.source_start + run.num_elements)
@@ -106,7 +109,10 @@ def saved_layout(
 def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor], merged: bool) -> Mapping[str, SavedTensor]:
     adapters = None if merged else AdapterNames.of(module)
     if adapters is not None:
-        return {key: SavedTensor.whole(fqn, tensors[fqn]) for fqn, key in adapters.files.items()}
+        # peft saves a tied tensor under each of its names.
+        first, held = canonical_names(module), dict(all_names(module))
+        sources = {key: first[held[fqn]] for fqn, key in adapters.files.items()}
+        return {key: SavedTensor.whole(fqn, tensors[fqn]) for key, fqn in sources.items()}
     ties = declared_ties(module)
     # Of tied names transformers keeps the one that the others are tied to: the base model is found under it.
     names = {fqn: fqn if ties.get(fqn, fqn) in tensors else ties[fqn] for fqn in tensors}

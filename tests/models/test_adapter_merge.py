@@ -15,12 +15,14 @@ from tests.models.architectures import ARCHITECTURES
 
 peft = pytest.importorskip("peft")
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", {"target_modules": ["q_proj", "down_proj"], "lora_alpha": 3, "use_rslora": True}),
     "linear-bias": ("bert", {"target_modules": ["query"], "lora_bias": True}),
     "transposed": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
     "embedding": ("bert-classifier", {"target_modules": ["word_embeddings"], "modules_to_save": ["classifier"]}),
     "conv": ("convnext", {"target_modules": ["patch_embeddings"], "lora_alpha": 5}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "lora_alpha": 5}),
     "used-twice": ("albert", {"target_modules": ["query"]}),
     "tied-head": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
 }
@@ -82,6 +84,11 @@ def test_a_merge_is_pefts_bit_for_bit(case: str, dtype: torch.dtype, wide: bool)
         ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "q_proj: DoraLinearVariant is not plain LoRA"),
         ("llama-tied", {"target_modules": ["lm_head"]}, "lm_head: its base weight is tied to another layer's"),
         ("convnext", {"target_modules": ["dwconv"]}, "dwconv: its convolution has groups="),
+        (
+            "llama",
+            {"target_modules": ["q_proj"], "trainable_token_indices": [1]},
+            "TrainableTokensLayer is not a plain",
+        ),
         ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "lora_bias=True, but the base layer has no bias"),
     ],
 )
@@ -91,12 +98,6 @@ def test_what_cannot_be_merged_is_listed(name: str, fields: dict[str, Any], mess
     with pytest.raises(PlanError, match="cannot be merged into the base weights") as found:
         adapter_merges(adapted(name, **fields).base_model.model)
     assert message in str(found.value)
-
-
-def test_experts_in_one_parameter_cannot_be_merged() -> None:
-    model = adapted("mixtral", target_parameters=["mlp.experts.gate_up_proj"], target_modules=[]).base_model.model
-    with pytest.raises(PlanError, match="ParamWrapper is not a plain LoRA layer"):
-        adapter_merges(model)
 
 
 def test_adapters_that_are_off_cannot_be_merged() -> None:

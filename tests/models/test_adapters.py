@@ -23,6 +23,7 @@ TARGETS: dict[str, list[str]] = {
     "gpt2": ["c_attn"],
     "mixtral": ["q_proj", "o_proj"],
     "bert-classifier": ["query", "word_embeddings"],
+    "llama-tied": ["q_proj"],
 }
 
 
@@ -141,11 +142,11 @@ def test_adapters_of_another_base_are_told_where_that_is_known(
     for name in ("a", "b", "more/a"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    where, name = mine.format(tmp_path), None if theirs is None else theirs.format(tmp_path)
-    module = Adapted.of(None, lora("llama")).build(lambda _: ARCHITECTURES["llama"].make(), where)
+    module = Adapted.of(None, lora("llama")).build(lambda _: ARCHITECTURES["llama"].make(), mine.format(tmp_path))
     names = AdapterNames.of(module)
     assert names is not None
-    adapters = Checkpoint("there", (), {}, None, {}, {"base_model_name_or_path": name, "revision": "main"})
+    fields = {"base_model_name_or_path": theirs and theirs.format(tmp_path), "revision": "main"}
+    adapters = Checkpoint("there", (), {}, None, {}, fields)
     warning = names.other_base(adapters)
     assert (warning is not None) == differs, warning
 
@@ -177,7 +178,6 @@ def test_adapters_of_a_half_precision_model_are_float32(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora=True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
-        ({"target_parameters": ["weight"]}, "target_parameters"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -197,12 +197,13 @@ def test_bad_configurations_are_refused(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path)
     with pytest.raises(PlanError, match="returned a PeftModel: return the model inside it"):
         build_module(lambda: peft.get_peft_model(ARCHITECTURES["llama"].make(), lora("llama")), opened, None)
-    for targets in (
-        "all-linear",
-        ["q_proj", "gate"],
-    ):  # experts are one parameter: peft makes `target_parameters` of it
-        with pytest.raises(ValueError, match=r"as peft reads it for MixtralForCausalLM: .*target_parameters"):
-            built("mixtral", tmp_path / "moe", target_modules=targets, lora_dropout=0.0)
+    with pytest.raises(PlanError, match=r"names \[64, -1\], but model.embed_tokens.token_adapter has 64 rows: resize"):
+        built("llama", tmp_path, trainable_token_indices=[0, 64, -1])
+    with pytest.raises(PlanError, match="adapters of embedding and head one memory in two layouts"):
+        built("llama-tied", tmp_path / "tied", target_modules=["embed_tokens"], ensure_weight_tying=True)
+    with pytest.raises(PlanError, match="ParamWrapper does not work with lora_dropout != 0"):
+        built("mixtral", tmp_path / "moe", target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    opened = open_checkpoint(tmp_path)
     adapted = Adapted.of(None, lora("llama"))
     for hostile in ({"target_modules": "("}, {"rank_pattern": None}, {"rank_pattern": {"(": 1}}, {"r": "much"}):
         with pytest.raises(PlanError, match=r"mine: (not a LoraConfig|peft cannot add adapters)"):
