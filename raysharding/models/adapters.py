@@ -259,18 +259,20 @@ class AdapterNames:
         if differing := _differing(self.config.to_dict(), checkpoint.adapter):
             raise PlanError(f"{checkpoint.path}: these adapters do not match the model's: {differing}")
 
-    def other_base(self, checkpoint: Checkpoint) -> str | None:
-        """Return a warning if a checkpoint's adapters name another base than the model's; `None` if not, or unknown."""
+    def other_base(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Return a warning if a checkpoint's adapters name another base than the model's; none if this is unknown."""
         theirs, mine = _base_of(checkpoint.adapter or {}), _base_of(self.config.to_dict())
         if theirs is None or mine is None or theirs == mine:
-            return None
+            return ()
         if theirs[0] == mine[0]:
             is_other = None not in (theirs[1], mine[1])
         else:  # a base may have moved, or be a copy of a model of the hub; what is still there is another one
-            is_other = os.path.exists(theirs[0]) or os.path.basename(theirs[0]) != os.path.basename(mine[0])
+            is_path = os.path.isabs(theirs[0]) or os.path.isabs(mine[0])
+            is_namesake = os.path.basename(theirs[0]) == os.path.basename(mine[0])
+            is_other = not (is_path and is_namesake) or os.path.exists(theirs[0])
         names = ("@".join(filter(None, one)) for one in (theirs, mine))
         text = "{}: the adapters were made for the base {}, and are loaded onto {}: if these differ, so do the outputs"
-        return text.format(checkpoint.path, *names) if is_other else None
+        return (text.format(checkpoint.path, *names),) if is_other else ()
 
     @staticmethod
     def are_keys(keys: Mapping[str, Any]) -> bool:

@@ -81,5 +81,5 @@ def test_adapters_lie_in_a_store(tmp_path: Path, s3: S3Server) -> None:
         group.train_step(input_ids=Split(ids), labels=Split(ids))
         group.save(s3.uri("adapters"))
         after = group.train_step(input_ids=Split(ids), labels=Split(ids))
-    with ShardedModelGroup.from_checkpoint(s3.uri("adapters"), **options) as group:
+    with ShardedModelGroup.from_checkpoint(s3.uri("adapters"), base=base, **options) as group:
         assert group.train_step(input_ids=Split(ids), labels=Split(ids)) == pytest.approx(after, abs=1e-6)

@@ -222,12 +222,9 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
     file_set = resolve_files(storage, given)
     if file_set.has_adapters:
         model = file_set.index_path or join_path(file_set.directory, SINGLE_NAME)
-        raise CheckpointError(
-            f"holds a whole model and {ADAPTER_CONFIG_NAME}, by which transformers adds adapters to the model: give "
-            f"{model} for the model alone, or {join_path(file_set.directory, ADAPTER_NAME)} with base={model!r} for "
-            "the model with the adapters",
-            path=given,
-        )
+        what = f"holds a whole model and {ADAPTER_CONFIG_NAME}, by which transformers adds adapters to the model"
+        both = f"{join_path(file_set.directory, ADAPTER_NAME)} with base={model!r} for both"
+        raise CheckpointError(f"{what}: give {model} for the model alone, or {both}", path=given)
     paths = [join_path(file_set.directory, name) for name in file_set.names]
     read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
     files, headers = [file for file, _ in read], [header for _, header in read]

@@ -48,7 +48,7 @@ def locate(given: str, revision: str | None = None, *, weights: bool = True) -> 
             raise ValueError(f"revision={revision!r}, but {given!r} {what}: leave the revision out")
         # As in git's names: `huggingface_hub` joins a revision to the path of its cache.
         if type(revision) is not str or not re.fullmatch(r"(?!/|.*\.\.)[\x21-\x7e]+", revision):
-            raise ValueError(f"revision={revision!r}: give a branch, a tag or a commit")
+            raise CheckpointError(f"revision={revision!r}: give a branch, a tag or a commit", path=given)
     if hub is None or not (is_id or is_remote(given)):
         return given
     if not is_id:

@@ -350,7 +350,8 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
         opened = origin.as_checkpoint()
     else:
         opened = with_local_files(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
-    adapters, warned = AdapterNames.of(module), None
+    adapters = AdapterNames.of(module)
+    warned: tuple[str, ...] = ()
     if opened.adapter is not None:
         if adapters is None:
             what = "holds LoRA adapters, and the model has none: from_checkpoint(path) makes the model with them"
@@ -360,10 +361,8 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
     manifest = _manifest(opened) if loading.verify == "full" else None
     keys = map_keys(module, opened.tensors, loading.key_mapping)
     initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
-    kept = () if adapters is None else sorted(adapters.added.difference(keys.targets, initialise))
-    match = CheckpointMatch(
-        opened, keys, state_dict, initialise, manifest, tuple(kept), () if warned is None else (warned,)
-    )
+    kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, initialise)))
+    match = CheckpointMatch(opened, keys, state_dict, initialise, manifest, kept, warned)
     if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems)
     return match

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from raysharding.checkpoint import locate
 from raysharding.checkpoint.storage import access_to, normal_path
@@ -67,8 +66,9 @@ def submit_load(
     client, files, target = running.client, running.files, normal_path(locate(path, revision))
     stall_s = client.timeouts.load_stall_s
     collect = Collect(lambda call: warned(collect_rank0.join(call)))
-    options: dict[str, Any] = {"deadline_s": stall_s, "watch": True, "check": check, "collect": collect}
-    call = client.submit_same("load", target, access_to(target), **options)
+    call = client.submit_same(
+        "load", target, access_to(target), deadline_s=stall_s, watch=True, check=check, collect=collect
+    )
     number = files.begin_load()
 
     def loaded(ended: Call) -> None:

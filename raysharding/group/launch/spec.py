@@ -364,8 +364,6 @@ def _named_base(adapters: Checkpoint) -> str:
         except CheckpointError as error:
             error.add_note(f"raysharding: {adapters.path} names this as its base model; base= names another")
             raise
-        except ValueError as error:
-            what = f"adapter_config.json: {error}"
     how = "give base=, the path, URI or hub id of the model that the adapters were made for"
     raise CheckpointError(f"{what}. Paths and URIs in a file are opened only on your word: {how}", path=adapters.path)
 

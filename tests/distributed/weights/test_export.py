@@ -28,7 +28,7 @@ SIM_CHECKS = ("check_files", "check_dtype", "check_adapters", "check_early_stops
 """What also runs on two ranks on the simulated device."""
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "modules_to_save": ["norm"]},
-    "mixtral": {"target_modules": ["q_proj", "o_proj"]},
+    "mixtral": {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
     "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
 }
 
