@@ -6,12 +6,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from raysharding.arguments import check_int
 from raysharding.tree import children, leaves, map_leaves, rebuild
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of positional arguments, or one
+value. The model gets them as they are: no dim needs to be the number of rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,21 +28,31 @@ class Split:
     If the `Split` of a mapping with str keys, such as a tokenizer's `BatchEncoding`, is the only positional argument,
     the model gets the mapping's tensors as keyword arguments: `group.forward(Split(batch))`. If a model's forward takes
     a mapping itself, pass the mapping by name: `group.forward(x=Split(mapping))`.
+
+    With `collate`, `value` is a list of examples of any kind, which is divided as rows are: each rank makes the model's
+    arguments of its own examples. Such a `Split` is the only positional argument, and no other one is beside it:
+    `group.train_step(Split(examples, collate=collate))`.
     """
 
     value: Any
     """A tensor or numpy array, or nested dicts, lists, tuples, dataclasses of these. Arrays reach ranks as tensors. A
-    list of numbers, or of equally long lists of numbers, becomes the tensor that `torch.tensor` makes of it."""
+    list of numbers, or of equally long lists of numbers, becomes the tensor that `torch.tensor` makes of it. With
+    `collate`, a list or tuple of examples that can be pickled."""
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
     rows_per_item: int = 1
     """Number of consecutive rows that belong together, the same in all Splits of a call. Default 1."""
+    collate: Collate | None = None
+    """Called on each rank with the list of the rank's examples, once for each part of an accumulation. Its tensors may
+    have any shape, such as the patches of images. Default: none, `value` holds tensors."""
 
     def __post_init__(self) -> None:
         """Make tensors of lists of numbers; raise ValueError if these differ in length, or an option is invalid."""
         _check_dim("Split", self.dim)
         check_int("rows_per_item", self.rows_per_item)
-        if not isinstance(self.value, torch.Tensor):
+        if self.collate is not None:
+            _check_examples(self)
+        elif not isinstance(self.value, torch.Tensor):
             object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
 
     def num_rows(self, path: str = "Split") -> int:
@@ -51,6 +65,8 @@ class Split:
             ValueError: There is no tensor, a leaf is not a tensor, a tensor lacks `dim`, or row counts differ. The
                 error names the path.
         """
+        if self.collate is not None:
+            return len(self.value)
         counts = {where: _count_rows(where, leaf, self.dim) for where, leaf in leaves(self.value, path)}
         if not counts:
             raise ValueError(f"{path}: holds no tensor; give a tensor, or nested dicts, lists or tuples of tensors")
@@ -61,10 +77,12 @@ class Split:
 
     def dims(self) -> set[int]:
         """Return the dims that hold rows, counted from the front: several if `dim` is negative and `ndim` varies."""
-        return {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
+        return {0} if self.collate is not None else {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
 
     def rows(self, start: int, num_rows: int) -> Split:
         """Return copies of rows `start … start + num_rows`: sending a view would send its whole storage."""
+        if self.collate is not None:
+            return replace(self, value=list(self.value[start : start + num_rows]))
         return replace(self, value=map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value))
 
     def resized(self, num_rows: int) -> Split:
@@ -72,6 +90,8 @@ class Split:
         if self.num_rows() >= num_rows:
             return self.rows(0, num_rows)
         first, times = self.rows(0, self.rows_per_item), num_rows // self.rows_per_item
+        if self.collate is not None:
+            return replace(first, value=first.value * times)
         return replace(first, value=map_leaves(lambda _, leaf: torch.cat([leaf] * times, dim=self.dim), first.value))
 
 
@@ -191,6 +211,8 @@ class RankBatch:
     """Number of consecutive rows that belong together; see `Split`."""
     is_replicated: bool = False
     """True if the call has neither `Split` nor `PerRank`: every rank computes the same."""
+    dummy_rows: int | None = None
+    """Number of rows of a dummy that is a copy of another rank's rows; `None`: a dummy is one item."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -206,6 +228,38 @@ class RankBatch:
     def is_dummy(self) -> bool:
         """True if this rank has no rows of its own, only a dummy item with which it joins the others' collectives."""
         return self.num_rows == 0
+
+    @property
+    def num_held(self) -> int | None:
+        """Number of rows of the values, those of a dummy included; `None` if the call has no `Split`."""
+        return None if self.num_rows is None else self.num_rows or self.dummy_rows or self.rows_per_item
+
+    @property
+    def examples(self) -> Split | None:
+        """The `Split` of this rank's examples, before `collated`; `None` if the values are the model's arguments."""
+        first = self.wrapped_args[0] if self.wrapped_args else None
+        return first if isinstance(first, Split) and first.collate is not None else None
+
+    def collated(self) -> RankBatch:
+        """Return the same call with the arguments that `collate` makes of this rank's examples.
+
+        Raises:
+            ValueError: `collate` returned no tensor, or an argument that the call has as well.
+        """
+        if self.examples is None or self.examples.collate is None:
+            return self
+        made = self.examples.collate(self.examples.value)
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(made, Mapping):
+            kwargs = {str(name): as_tensors(str(name), value) for name, value in made.items()}
+        else:
+            args = tuple(as_tensors("", value) for value in (made if isinstance(made, tuple | list) else (made,)))
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((args, kwargs))):
+            raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
+        for name in kwargs.keys() & self.wrapped_kwargs.keys():
+            raise ValueError(f"{name}: given twice, by collate and as a keyword argument; leave one of them out")
+        return replace(self, wrapped_args=args, wrapped_kwargs={**kwargs, **self.wrapped_kwargs})
 
     def split_dims(self) -> set[int]:
         """Return the dims of the call's Splits, as they were given."""
@@ -396,6 +450,11 @@ def deal(
     for name, below, leaf in found:
         _check_mark(name + below, leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
+    if any(split.collate for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
+        raise ValueError(
+            f"{', '.join(splits)}: a Split with collate= is the only Split of a call, and the only positional argument: "
+            "let collate return what else has rows"
+        )
     _check_counts(counts)
     per_item = _rows_per_item(splits, counts)
     rows = split_rows(next(iter(counts.values())), world_size, per_item) if counts else ()
@@ -440,7 +499,7 @@ def _map_marks(change: Callable[[Any], Any], value: Any, *kinds: type) -> Any:
 
 def _check_mark(path: str, mark: Any, world_size: int) -> None:
     """Raise ValueError for a mark inside another mark, and for a `PerRank` of the wrong length."""
-    if not isinstance(mark, _MARKS):
+    if not isinstance(mark, _MARKS) or (isinstance(mark, Split) and mark.collate is not None):
         return
     inside = mark.values if isinstance(mark, PerRank) else mark.value
     for where, leaf in leaves(inside, path, _MARKS):
@@ -502,6 +561,17 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
         if problem := incomplete_item(num_rows, per_item):
             raise ValueError(f"{path}: {problem}")
     return per_item
+
+
+def _check_examples(split: Split) -> None:
+    kind = type(split.value).__name__
+    if not isinstance(split.value, list | tuple):
+        raise ValueError(f"Split(..., collate=): the value is a {kind}; give a list of examples, which are the rows")
+    if not callable(split.collate) or split.dim:
+        raise ValueError(
+            f"Split(..., dim={split.dim}, collate={split.collate!r}): collate is a function of a list of examples, and "
+            "what it returns has no dim to name"
+        )
 
 
 def _check_dim(what: str, dim: Any) -> None:

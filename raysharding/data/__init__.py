@@ -26,7 +26,7 @@ from raysharding.data.batches import (
     num_forwards,
     part_batches,
 )
-from raysharding.data.collate import Collate, KnownColumns, rank_batch
+from raysharding.data.collate import KnownColumns, rank_batch
 from raysharding.data.files import DataPath, RowFiles, list_files
 from raysharding.data.hub_rows import hub_name
 from raysharding.data.key_types import key_types, plain

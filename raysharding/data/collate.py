@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate as stack
 
-from raysharding.batch import RankBatch, Split
+from raysharding.batch import Collate, RankBatch, Split
 from raysharding.errors import DataError
 from raysharding.tree import leaves
-
-Collate: TypeAlias = Callable[[list[Any]], Any]
-"""Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of positional arguments, or one
-tensor, with one row per row of the list."""
 
 
 def default_collate(rows: list[Any]) -> Any:
@@ -130,7 +126,7 @@ def _shown(value: Any) -> str:
 def rank_batch(
     collate: Collate, rank: int, rows: list[Any], counts: tuple[int, ...], rows_per_item: int = 1
 ) -> RankBatch:
-    """Make this rank's part of a call from its rows of a step.
+    """Make this rank's part of a call from its rows of a step; see `RankBatch.collated`.
 
     Args:
         collate: The user's function, or `default_collate`.
@@ -138,31 +134,6 @@ def rank_batch(
         rows: Rows of this rank; an item of another rank if it has none.
         counts: Number of rows of each rank.
         rows_per_item: Number of consecutive rows that belong together; see `Split`.
-
-    Raises:
-        ValueError: The collate function returned another number of rows, or no tensors.
     """
-    made = collate(rows)
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(made, Mapping):
-        kwargs = {str(name): _split(value, rows_per_item) for name, value in made.items()}
-    elif isinstance(made, tuple | list):
-        args = tuple(_split(value, rows_per_item) for value in made)
-    else:
-        args = (_split(made, rows_per_item),)
-    named = {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
-    found = {name: one.num_rows(name) for name, one in named.items() if isinstance(one, Split)}
-    if not found:
-        raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
-    wrong = {name: number for name, number in found.items() if number != len(rows)}
-    if wrong:
-        raise ValueError(f"collate made {wrong} rows of {len(rows)}: every tensor needs one row for each row given")
-    return RankBatch(args, kwargs, num_rows=counts[rank], rows=counts, rows_per_item=rows_per_item)
-
-
-def _split(value: Any, rows_per_item: int) -> Any:
-    """Return a value as a `Split` if all its leaves are tensors, else unchanged."""
-    found = [leaf for _, leaf in leaves(value)]
-    is_rows = bool(found) and all(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in found)
-    return Split(value, rows_per_item=rows_per_item) if is_rows else value
+    split = Split(rows, rows_per_item=rows_per_item, collate=collate)
+    return RankBatch((split,), num_rows=counts[rank], rows=counts, rows_per_item=rows_per_item)

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from raysharding.arguments import check_int, check_names, with_hints
-from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
+from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
-from raysharding.data import Collate
 from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
@@ -41,6 +40,7 @@ from raysharding.group.calls import (
     ProgressOption,
     UndoOnInterrupt,
     blocking,
+    check_no_examples,
     collect_generated,
     collect_outputs,
     collect_rank0,
@@ -455,6 +455,7 @@ class ShardedModelGroup:
         """
         check_out(out)
         batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
+        check_no_examples("call", batches[0], "call it in the function")
         collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
         call = self._client.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
         self._may_have_optimizer = True

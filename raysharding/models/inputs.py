@@ -88,7 +88,7 @@ class InputBounds:
             raise ValueError(f"{what}: the model's forward has no argument {name}=: {cure}")
         given = {*self.positions[: len(batch.wrapped_args)]}
         given |= {name for name, value in batch.wrapped_kwargs.items() if value is not None}
-        if needs_loss and self.labels and not any(_LABEL.search(name) for name in given):
+        if needs_loss and batch.examples is None and self.labels and not any(_LABEL.search(name) for name in given):
             near = [name for name in given if difflib.get_close_matches(name, self.labels, 1)]
             hint = f" ({near[0]}= is not labels=)" if near else ""
             raise ValueError(

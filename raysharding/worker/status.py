@@ -244,7 +244,8 @@ class RankStatus:
 
     def on_device(self, batch: RankBatch) -> RankBatch:
         """Return the batch with its tensors on the module's device."""
-        return batch if self.device.type == "cpu" else batch.replaced(lambda value: move_inputs(value, self.device))
+        is_there = self.device.type == "cpu" or batch.examples is not None  # what is collated moves later
+        return batch if is_there else batch.replaced(lambda value: move_inputs(value, self.device))
 
 
 def check_mode(mode: str | None, *, default: str) -> None:

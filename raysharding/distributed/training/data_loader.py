@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -13,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from raysharding.arguments import check_int
-from raysharding.batch import RankBatch
+from raysharding.batch import Collate, RankBatch
 from raysharding.checkpoint.storage import normal_path
 from raysharding.data import (
     TEXT_SUFFIXES,
     BlockSource,
-    Collate,
     DataPath,
     KnownColumns,
     ParquetFiles,
@@ -42,6 +42,7 @@ from raysharding.distributed.comm import (
     wait_for,
 )
 from raysharding.distributed.fully_shard import move_inputs
+from raysharding.distributed.training.passes import Passes, code_of, several_passes
 from raysharding.errors import DataError
 from raysharding.models import InputBounds
 
@@ -92,8 +93,8 @@ class DataPlan:
 class _Taken:
     """Item of the reader thread for a step."""
 
-    batch: RankBatch | None
-    """This rank's rows; `None` at the end of the epoch, or on an error."""
+    parts: list[RankBatch] | None
+    """This rank's rows, in parts; `None` at the end of the epoch, or on an error."""
     error: Exception | None = None
     """Error in place of the batch."""
 
@@ -115,6 +116,7 @@ class DistributedDataLoader:
         position: Position | None = None,
         bounds: InputBounds | None = None,
         known: Collection[str] | None = None,
+        num_parts: int = 1,
     ) -> None:
         """Open the data; collective.
 
@@ -125,6 +127,7 @@ class DistributedDataLoader:
             bounds: Valid ids of the model; another id would raise only on the rank that holds it.
             known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate`.
                 `None`: all but text.
+            num_parts: Number of parts of each batch, which are collated one by one; see `RankBatch.parts`.
 
         Raises:
             DataError: On every rank, if the data is unreadable, has an incomplete item, or differs from the data of
@@ -147,7 +150,8 @@ class DistributedDataLoader:
         self.position = begun if position is None else _checked(position, begun)
         collate = plan.collate or self._columns
         self._rank_batch = partial(rank_batch, collate, dist.get_rank(), rows_per_item=plan.rows_per_item)
-        self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
+        self._num_parts = num_parts
+        self._ahead: Prefetch[StepBatch | list[RankBatch] | None] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
         self._held: _Taken | None = None
@@ -180,8 +184,8 @@ class DistributedDataLoader:
         is_enough = self._plan.max_steps is not None and self.position.num_steps >= self._plan.max_steps
         return is_enough or self.position.epoch >= self._plan.epochs
 
-    def next(self) -> RankBatch | None:
-        """Return this rank's next batch, on its device; `None` at the end. Collective: all ranks agree first.
+    def next(self) -> Passes | None:
+        """Return the passes over this rank's next batch, on its device; `None` at the end. Collective: all ranks agree.
 
         The position does not change until `advance`.
 
@@ -189,23 +193,29 @@ class DistributedDataLoader:
             DataError: On every rank: a rank could not make its batch.
         """
         # Also at the end of the run, so that no vote is pending.
-        is_known = self._vote is not None and self._vote.is_unanimous()
+        known = _Outcome.NONE if self._vote is None else self._vote.outcome()
         self._vote = None
         while not self._is_over():
             taken, self._held = self._held or self._taken(wait=True), None
             assert taken is not None
             error = None if taken.error is None else self._said(taken.error)
-            if is_known or _all_have_one(taken.batch, error):
-                assert taken.batch is not None
-                batch = taken.batch.replaced(lambda value: move_inputs(value, self._device))
+            outcome = known or _outcome_of_all(taken.parts, error)
+            if outcome:
+                assert taken.parts is not None
+                parts = taken.parts
+                passes = several_passes(parts) if outcome is _Outcome.UNLIKE else [[part] for part in parts]
+                passes = [[one.replaced(self._moved) for one in part] for part in passes]
                 self._look_ahead()
-                return batch
+                return passes
             self.close()
             if not self.position.step:
                 raise DataError("data has no rows")
             self.position = replace(self.position, epoch=self.position.epoch + 1, step=0)
         self.close()
         return None
+
+    def _moved(self, value: Any) -> Any:
+        return move_inputs(value, self._device)
 
     def advance(self, loss: float = math.nan) -> None:
         """Move the position past the batch.
@@ -228,13 +238,20 @@ class DistributedDataLoader:
                 return _Taken(None)
             if item is None:
                 return None
-            batch = item if isinstance(item, RankBatch) else self._rank_batch(item.rows, item.counts)
-            self._bounds.check(batch, dist.get_rank(), "data")
+            parts = self._parts_of(item) if isinstance(item, StepBatch) else item
+            for part in parts:
+                self._bounds.check(part, dist.get_rank(), "data")
         except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             return _Taken(None, raised)
-        return _Taken(batch)
+        return _Taken(parts)
 
-    def _item(self, ahead: Prefetch[StepBatch | RankBatch | None], *, wait: bool) -> StepBatch | RankBatch | None:
+    def _parts_of(self, batch: StepBatch) -> list[RankBatch]:
+        whole = self._rank_batch(batch.rows, batch.counts)
+        return [part.collated() for part in whole.parts(self._num_parts)]
+
+    def _item(
+        self, ahead: Prefetch[StepBatch | list[RankBatch] | None], *, wait: bool
+    ) -> StepBatch | list[RankBatch] | None:
         while wait or ahead.is_ready():
             item = ahead.take(self._plan.stall_s)
             if item is not None:  # `None` marks skipped rows: the thread makes progress
@@ -246,7 +263,7 @@ class DistributedDataLoader:
         if self._plan.collate is not None:
             return
         self._held = self._taken(wait=False)
-        self._vote = _Vote(has_one=self._held is not None and self._held.batch is not None)
+        self._vote = _Vote(None if self._held is None else self._held.parts)
 
     def _said(self, raised: Exception) -> DataError:
         """Return the error that all ranks raise if one cannot make its batch."""
@@ -259,7 +276,7 @@ class DistributedDataLoader:
         error.__cause__ = raised
         return error
 
-    def _items(self) -> Iterator[StepBatch | RankBatch | None]:
+    def _items(self) -> Iterator[StepBatch | list[RankBatch] | None]:
         """Yield the items of the reader thread.
 
         A user's collate function may draw from the random generators that the model uses. It runs between the steps, so
@@ -281,7 +298,7 @@ class DistributedDataLoader:
             if batch is None or self._plan.collate is not None:
                 yield batch
             else:
-                yield self._rank_batch(batch.rows, batch.counts)
+                yield self._parts_of(batch)
 
 
 def open_source(source: Rows | DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> Rows:
@@ -335,24 +352,39 @@ def _checked(position: Position, begun: Position) -> Position:
     return position
 
 
+class _Outcome(IntEnum):
+    """Which ranks have their next batch."""
+
+    NONE = 0
+    """None has one; in a vote: not all."""
+    ALIKE = 1
+    """All, with the same arguments."""
+    UNLIKE = 2
+    """All, with other arguments on some ranks."""
+
+
 class _Vote:
     """Asynchronous vote on whether every rank has its next batch. Every rank makes one, or none."""
 
-    def __init__(self, *, has_one: bool) -> None:
-        self._count = torch.tensor([has_one], dtype=torch.int32, device=metadata_device())
-        self._work = dist.all_reduce(self._count, async_op=True)
+    def __init__(self, parts: list[RankBatch] | None) -> None:
+        code = code_of(parts or ())
+        said = [parts is not None, code, -code]
+        self._lowest = torch.tensor(said, dtype=torch.int64, device=metadata_device())
+        self._work = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, async_op=True)
 
-    def is_unanimous(self) -> bool:
-        """Return True if all ranks have a batch."""
+    def outcome(self) -> _Outcome:
+        """Return the outcome; waits for the other ranks."""
         assert self._work is not None
         wait_for(self._work)
-        return int(self._count) == dist.get_world_size()
+        all_have_one, lowest, highest = self._lowest.tolist()
+        return _Outcome.NONE if not all_have_one else _Outcome.ALIKE if lowest == -highest else _Outcome.UNLIKE
 
 
-def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:
-    """Return True if every rank has a batch, False if none has."""
+def _outcome_of_all(parts: list[RankBatch] | None, error: Exception | None) -> _Outcome:
+    """Return whether every rank has a batch, or none has; collective."""
     # Every rank calls this, without a batch too: the others would wait in the forward.
-    have, failed = map(sum, zip(*all_gather_ints([batch is not None, error is not None]), strict=True))
+    told = all_gather_ints([parts is not None, error is not None, code_of(parts or ())])
+    have, failed = sum(row[0] for row in told), any(row[1] for row in told)
     if failed:
         agree(error)
     if have not in (0, dist.get_world_size()):
@@ -360,4 +392,4 @@ def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:
             f"the data ended on {dist.get_world_size() - have} ranks while others have rows: an iterable must give the "
             "same rows, in the same order, on every rank"
         )
-    return bool(have)
+    return _Outcome.NONE if not have else _Outcome.ALIKE if len({row[2] for row in told}) == 1 else _Outcome.UNLIKE

@@ -73,17 +73,21 @@ class Evaluation:
             DataError: On every rank: a rank could not make the next batch.
             Exception: On every rank: the error of a metric on one rank.
         """
-        batch = self.data_loader.next()
-        if batch is None:
+        passes = self.data_loader.next()
+        if passes is None:
             return False
         module = unwrapped(module)
+        for batch in passes[0]:
+            self._run(module, batch)
+        self.data_loader.advance()
+        return True
+
+    def _run(self, module: nn.Module, batch: RankBatch) -> None:
         with recovering(module), torch.no_grad(), module_mode(module, training=False):
             output = self._forward(module, batch)
         with agreeing():
             if not batch.is_dummy:
                 self._add(output, batch)
-        self.data_loader.advance()
-        return True
 
     def values(self) -> dict[str, float]:
         """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN without counted items."""

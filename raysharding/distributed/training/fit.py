@@ -18,7 +18,7 @@ from raysharding.distributed.optim import learning_rate
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.losses import LossFunction, known_arguments
-from raysharding.distributed.training.step import train_step
+from raysharding.distributed.training.step import step_over
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
 
@@ -87,7 +87,8 @@ class Fit:
         """
         self._plan = plan
         known = None if module is None else known_arguments(module, [plan.loss] if plan.loss else [])
-        self.data_loader = DistributedDataLoader(plan.data, device, position, bounds, known)
+        num_parts = plan.gradient_accumulation_steps
+        self.data_loader = DistributedDataLoader(plan.data, device, position, bounds, known, num_parts)
         self.evaluation = plan.evaluation
         """The plan's evaluation, with its data opened."""
         if plan.evaluation is not None:  # raises now, not after an epoch
@@ -115,19 +116,13 @@ class Fit:
             Exception: As from `train_step`.
         """
         begun = time.perf_counter()
-        batch = self.data_loader.next()
+        passes = self.data_loader.next()
         wait_s = time.perf_counter() - begun
-        if batch is None:
+        if passes is None:
             return None
         try:
-            metrics = train_step(
-                module,
-                optimizer,
-                batch,
-                loss=self._plan.loss,
-                max_grad_norm=self._plan.max_grad_norm,
-                gradient_accumulation_steps=self._plan.gradient_accumulation_steps,
-            )
+            norm = self._plan.max_grad_norm
+            metrics = step_over(module, optimizer, passes, loss=self._plan.loss, max_grad_norm=norm, training=True)
         except EmptyBatchError as error:
             if self._plan.on_empty == "raise" or not is_recoverable(error):
                 raise
@@ -135,9 +130,11 @@ class Fit:
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}
             return StepMetrics(nothing, self.position.epoch, 0, 0, wait_s, str(error))
         self.data_loader.advance(metrics["loss"])
-        return StepMetrics(metrics, self.position.epoch, batch.num_rows or 0, _num_tokens(batch), wait_s)
+        own = [one for part in passes for one in part if not one.is_dummy]
+        num_rows, num_tokens = sum(one.num_rows or 0 for one in own), sum(map(_num_tokens, own))
+        return StepMetrics(metrics, self.position.epoch, num_rows, num_tokens, wait_s)
 
 
 def _num_tokens(batch: RankBatch) -> int:
     ids = batch.kwargs.get("input_ids")
-    return ids.numel() if isinstance(ids, torch.Tensor) and not batch.is_dummy else 0
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0

@@ -16,7 +16,8 @@ from raysharding.distributed.fully_shard import (
     recovering,
     without_trace,
 )
-from raysharding.distributed.training.losses import find_loss, forward_with_loss
+from raysharding.distributed.training.losses import BatchLoss, find_loss, forward_with_loss
+from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
 from raysharding.tree import children, leaves, map_leaves, rebuild
@@ -57,26 +58,38 @@ class Forwarding:
         local: tuple[str, ...] = ()
         with recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
-                value, reduced = self._forward(batch)
-                value = map_leaves(_whole, without_caches(value))
-            check_execution_order(self._module)
+                value, reduced = self._over_passes(batch)
             if batch.rows:
                 local = self._settle(value, batch)
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 
-    def _forward(self, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
+    def _over_passes(self, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
         """Return the output, with the loss of the whole batch in place of this rank's, and the name of that loss."""
+        (passes,) = passes_of_call(self._module, batch, 1, "forward")
+        done, own, value = Accumulation(), own_pass(passes), None
+        for one in passes:
+            output, found = self._forward(one)
+            if one is own:
+                value = map_leaves(_whole, without_caches(output))
+            else:  # a DTensor is gathered by all ranks
+                map_leaves(_whole, without_caches(output))
+            check_execution_order(self._module)
+            if found is not None:
+                done.add(found)
+        loss, nodes = find_loss(value), children(value)
+        if done.num_passes < len(passes) or nodes is None:
+            return value, ()
+        names = [name for name, item in nodes if item is loss][:1]
+        whole = torch.full_like(loss, done.loss())
+        return rebuild(value, [whole if name in names else item for name, item in nodes]), tuple(names)
+
+    def _forward(self, batch: RankBatch) -> tuple[Any, BatchLoss | None]:
+        """Return the output, and the loss of all ranks' rows if the model has one."""
         if not batch.rows or not any(part in name for name in batch.kwargs for part in _NAMES_OF_LABELS):
             value = self._module(*batch.args, **batch.kwargs)
             if not batch.rows or find_loss(value) is None:
-                return value, ()
-        value, found = forward_with_loss(self._module, batch)
-        loss, nodes = find_loss(value), children(value)
-        if found is None or nodes is None:
-            return value, ()
-        names = [name for name, item in nodes if item is loss][:1]
-        whole = torch.full_like(loss, Accumulation().add(found))
-        return rebuild(value, [whole if name in names else item for name, item in nodes]), tuple(names)
+                return value, None
+        return forward_with_loss(self._module, batch)
 
     def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:
         """Return the leaves that only look like rows. Collective if all ranks have the same number of rows.
@@ -94,9 +107,10 @@ class Forwarding:
         if any_rank(any(key not in self._holds_rows for key in keys.values())):
             item = batch.rows_per_item
             other = item if num_rows > item else 2 * item
+            (probes,) = passes_of_call(self._module, batch.resized(other), 1, "forward")
             with without_trace(self._module):
-                again = without_caches(self._module(*(probe := batch.resized(other)).args, **probe.kwargs))
-            after = dict(leaves(again))
+                outputs = [without_caches(self._module(*probe.args, **probe.kwargs)) for probe in probes]
+            after = dict(leaves(outputs[probes.index(own_pass(probes))]))
             for path, key in keys.items():
                 self._holds_rows[key] = follows_rows(found[path], after.get(path), other, batch.dim)
         return tuple(path for path, key in keys.items() if not self._holds_rows[key])

@@ -89,7 +89,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
         reshard(module)
         ids = _padded(ids, _pad_id(module, batch.kwargs))
-    num_rows = len(ids) if batch.num_rows is None else batch.num_rows or batch.rows_per_item
+    num_rows = len(ids) if batch.num_held is None else batch.num_held
     several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
     return RankOutput(several.cpu() if keep else None)
 

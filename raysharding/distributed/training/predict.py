@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.arguments import check_int
-from raysharding.batch import RankBatch
+from raysharding.batch import Collate, RankBatch
 from raysharding.data import (
     FIRST_ROW,
     BlockSource,
-    Collate,
     DataPath,
     KnownColumns,
     Part,
@@ -47,6 +46,7 @@ from raysharding.distributed.fully_shard import check_execution_order, module_mo
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.losses import known_arguments
+from raysharding.distributed.training.passes import agreed_passes, own_pass
 from raysharding.distributed.training.predict_columns import check_columns, check_types, key_columns, last_logits
 from raysharding.errors import DataError
 from raysharding.models import InputBounds
@@ -176,6 +176,7 @@ class Prediction:
         self._items: Prefetch[tuple[PartBatch, RankBatch]] | None = None
         self._writer: PartTable | PartWriter | None = None
         self._window: list[tuple[Any, Any]] = []
+        self._taken: PartBatch | None = None
         self._error: Exception | None = None
         self.finished: list[tuple[Part, Any]] = []
         """Parts that were finished since the list was emptied, with their tables if there is no `output`."""
@@ -278,13 +279,16 @@ class Prediction:
     def _step(self, module: nn.Module) -> PartBatch:
         """Process one batch; collective."""
         # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
-        with agreeing():
-            self._raise_kept()
-            taken, batch = self._next()
-        output = self._run(module, batch)
+        (passes,) = agreed_passes(self._next)
+        passes = [one.replaced(lambda value: move_inputs(value, self._device)) for one in passes]
+        taken, own, output = self._taken, own_pass(passes), None
+        assert taken is not None, "_next has set it"
+        for one in passes:
+            made = self._run(module, one)
+            output = made if one is own else output
         table = None
         if taken.part is not None:
-            table = self._or_kept(lambda: self._table(module, taken, batch, output))
+            table = self._or_kept(lambda: self._table(module, taken, own, output))
         if self._schema is None:
             self._schema = self._agreed_schema(table)
         if table is not None:
@@ -305,18 +309,19 @@ class Prediction:
         if self._error is not None:
             raise self._error
 
-    def _next(self) -> tuple[PartBatch, RankBatch]:
-        """Return this rank's next rows, and the batch of them on its device."""
+    def _next(self) -> list[RankBatch]:
+        """Take this rank's next rows, and return the batch of them."""
+        self._raise_kept()
         if self._items is None:
             self._items = Prefetch(self._batches(), self._plan.prefetch)
         try:
-            taken, batch = self._items.take(self._plan.stall_s)
+            self._taken, batch = self._items.take(self._plan.stall_s)
             self._bounds.check(batch, self._rank, "data")
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"rows could not be read: {type(error).__name__}: {error}") from error
-        return taken, batch.replaced(lambda value: move_inputs(value, self._device))
+        return [batch]
 
     def _batches(self) -> Iterator[tuple[PartBatch, RankBatch]]:
         """Yield the items of the reader thread."""
@@ -324,7 +329,7 @@ class Prediction:
         collate = self._plan.collate or self._collate
         for taken in part_batches(self._source, *where, by_length=self._plan.by_length):
             try:
-                batch = rank_batch(collate, self._rank, taken.rows, taken.counts)
+                batch = rank_batch(collate, self._rank, taken.rows, taken.counts).collated()
             except DataError:
                 raise
             except Exception as error:

@@ -35,6 +35,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.optim import check_schedule_has_loss, step_schedule
 from raysharding.distributed.training.losses import BatchLoss, LossFunction, loss_of_batch
+from raysharding.distributed.training.passes import Passes, passes_of_call
 from raysharding.errors import EmptyBatchError
 from raysharding.models import class_name
 
@@ -117,9 +118,17 @@ class Accumulation:
         self.is_reduced = is_reduced
         return self._loss(sums, counts)
 
-    def loss(self) -> float:
-        """Return the loss over all passes; NaN without counted items."""
-        return self._loss(self._sums, self._counts) if self.num_passes else math.nan
+    @property
+    def sums_and_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """N and D of each term over all passes; without elements before the first."""
+        return self._sums, self._counts
+
+    def loss(self, before: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
+        """Return the loss over all passes, or over those since `before`; NaN without counted items."""
+        if not self.num_passes:
+            return math.nan
+        sums, counts = (0, 0) if before is None or not len(before[0]) else before
+        return self._loss(self._sums - sums, self._counts - counts)
 
     def _empty(self, counts: torch.Tensor) -> list[str]:
         """Return the names of the means with a count of 0."""
@@ -208,19 +217,33 @@ def train_step(
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
     check_max_grad_norm(max_grad_norm)
-    parts = _rank_batch(batch).parts(gradient_accumulation_steps)
+    passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step")
+    return step_over(module, optimizer, passes, loss=loss, max_grad_norm=max_grad_norm, training=training)
+
+
+def step_over(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    passes: Passes,
+    *,
+    loss: LossFunction | None,
+    max_grad_norm: float | None,
+    training: bool,
+) -> dict[str, float]:
+    """As `train_step`, for the passes of a batch."""
+    all_passes = [one for part in passes for one in part]
     done = Accumulation()
     zero_grad(module, optimizer)
-    for index, part in enumerate(parts):
+    for index, one in enumerate(all_passes):
         _run_pass(
             module,
-            part,
+            one,
             done,
             loss,
             training=training,
-            sync=part is parts[-1],
-            may_be_empty=len(parts) > 1,
-            later=parts[index + 1 :],
+            sync=any(one is last for last in passes[-1]),
+            may_be_empty=len(all_passes) > 1,
+            later=all_passes[index + 1 :],
         )
     return optim_step(module, optimizer, done, max_grad_norm=max_grad_norm)
 
@@ -293,7 +316,12 @@ def forward_backward(
         ValueError: On every rank, as from `loss_of_batch`, or if the loss has other terms than in earlier passes.
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
-    return {"loss": _run_pass(module, batch, done, loss, training=training, sync=sync, may_be_empty=may_be_empty)}
+    (passes,) = passes_of_call(module, batch, 1, "forward_backward")
+    before, value = done.sums_and_counts, math.nan
+    for one in passes:
+        may_be_empty |= len(passes) > 1
+        value = _run_pass(module, one, done, loss, training=training, sync=sync, may_be_empty=may_be_empty)
+    return {"loss": value if len(passes) == 1 else done.loss(before)}
 
 
 def _run_pass(

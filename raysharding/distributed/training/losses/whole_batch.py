@@ -196,9 +196,8 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
         ]
     try:
         outputs = recorded.outputs()
-        num_rows = None if batch.num_rows is None else max(batch.num_rows, batch.rows_per_item)
         tensors = [leaf for _, leaf in outputs]
-        rows = RowCheck(recorded.recorder, tensors, num_rows, batch.rows_per_item, batch.split_dims())
+        rows = RowCheck(recorded.recorder, tensors, batch.num_held, batch.rows_per_item, batch.split_dims())
         if isinstance(result, list):
             for total, _ in result:
                 if total.requires_grad and not recorded.has_collectives:

@@ -1,0 +1,174 @@
+"""The forwards that all ranks take for a batch: more than one for a part where `collate` gave ranks other arguments.
+
+Note [Passes]: rows of text beside rows with images.
+    A rank whose rows have no image has no `pixel_values`: it would not run the vision tower, and the others would wait
+    in the tower's all-gather. So the ranks compare which arguments they have. Where these differ, the part takes a
+    forward for each kind, one after the other. In each, the ranks of that kind run their rows, and every other rank
+    runs a copy of one rank's arguments as a dummy, which counts nowhere and has a gradient of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.distributed.comm import agree, all_gather_ints, all_gather_json, broadcast_json, metadata_device
+from raysharding.models import InputBounds
+from raysharding.tree import leaves
+
+Passes = list[list[RankBatch]]
+"""For each part of a batch, the forwards that every rank takes, in order."""
+
+
+def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: str) -> Passes:
+    """Cut a rank's rows into parts, and collate its examples; collective if the call has examples.
+
+    Args:
+        module: The root module.
+        batch: This rank's part of a call.
+        num_parts: See `RankBatch.parts`.
+        what: Name of the call, for errors.
+
+    Raises:
+        Exception: On every rank: the error of `collate` on one rank.
+        ValueError: On every rank: an id is out of range, or as from `agreed_passes`.
+    """
+    if batch.examples is None:
+        return [[part] for part in batch.parts(num_parts)]
+
+    def make() -> list[RankBatch]:
+        bounds, parts = InputBounds.of(module), [part.collated() for part in batch.parts(num_parts)]
+        for part in parts:
+            bounds.check(part, dist.get_rank(), what)
+        return parts
+
+    return agreed_passes(make)
+
+
+def agreed_passes(make: Callable[[], list[RankBatch]]) -> Passes:
+    """Make this rank's parts of a batch, and return the passes over them; collective.
+
+    Args:
+        make: Returns the parts, with the model's arguments; as many on every rank. Not collective.
+
+    Raises:
+        Exception: On every rank: the error of `make` on one rank; as from `agree`.
+        ValueError: On every rank, as from `several_passes`.
+    """
+    parts: list[RankBatch] = []
+    error: Exception | None = None
+    try:
+        parts = make()
+    except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
+        error = raised
+    # Every rank calls this, with an error too: the others would wait in the forward.
+    told = all_gather_ints([error is not None, code_of(parts)])
+    if any(failed for failed, _ in told):
+        agree(error)
+    return [[part] for part in parts] if len({code for _, code in told}) == 1 else several_passes(parts)
+
+
+def own_pass(passes: Sequence[RankBatch]) -> RankBatch:
+    """Return the pass with this rank's rows; the first if it has none."""
+    return next((one for one in passes if not one.is_dummy), passes[0])
+
+
+def code_of(parts: Sequence[RankBatch]) -> int:
+    """Return a number that is the same on ranks whose parts have the same arguments."""
+    return int.from_bytes(sha256("\n".join(map(_kind_of, parts)).encode()).digest()[:7], "little")
+
+
+def _kind_of(batch: RankBatch) -> str:
+    """Return the names of the arguments that are not `None`; those without elements are marked."""
+    named = {**{f"[{index}]": value for index, value in enumerate(batch.args)}, **batch.kwargs}
+    sizes = {name: max(map(_size, leaves(value)), default=0) for name, value in named.items() if value is not None}
+    return ", ".join(sorted(name if size else f"empty {name}" for name, size in sizes.items()))
+
+
+def _size(named: tuple[str, Any]) -> int:
+    return named[1].numel() if isinstance(named[1], torch.Tensor) else named[1] is not None
+
+
+def several_passes(parts: Sequence[RankBatch]) -> Passes:
+    """Return the passes over parts whose arguments differ over the ranks; collective. See Note [Passes].
+
+    Wire: where a rank lacks arguments, all arguments of one rank, to every rank.
+
+    Raises:
+        ValueError: On every rank: the arguments hold something that ranks do not send.
+    """
+    every: list[list[str]] = all_gather_json([_kind_of(part) for part in parts])
+    return [list(_of_part(part, [own[index] for own in every])) for index, part in enumerate(parts)]
+
+
+def _of_part(part: RankBatch, kinds: Sequence[str]) -> Iterator[RankBatch]:
+    for kind in dict.fromkeys(kind for kind, num_rows in zip(kinds, part.rows, strict=True) if num_rows):
+        rows = tuple(num_rows if own == kind else 0 for own, num_rows in zip(kinds, part.rows, strict=True))
+        # All ranks know all kinds: each takes part in the broadcast, or none does.
+        copy = part if set(kinds) == {kind} else _copied(part, next(rank for rank, one in enumerate(rows) if one))
+        own = part if kinds[dist.get_rank()] == kind else copy
+        yield replace(own, num_rows=rows[dist.get_rank()], rows=rows)
+
+
+def _copied(part: RankBatch, source: int) -> RankBatch:
+    """Return the arguments of one rank on every rank, as JSON and tensors, never as pickles; collective."""
+    tensors: list[torch.Tensor] = []
+    told: Any = None
+    if dist.get_rank() == source:
+        try:
+            told = [_encoded(value, "", tensors) for value in (part.args, part.kwargs)]
+        except ValueError as error:  # told to all ranks, which would wait in the broadcasts
+            told = str(error)
+    told = broadcast_json(told, source=source)
+    if isinstance(told, str):
+        raise ValueError(told)
+    received = iter(tensors)
+    args, kwargs = (_decoded(one, received, source) for one in told)
+    return replace(part, wrapped_args=args, wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
+
+
+def _encoded(value: Any, path: str, tensors: list[torch.Tensor]) -> list[Any]:
+    """Return a value as JSON, and add its tensors to `tensors` in order."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+        tensors.append(value.detach().contiguous())
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, [_encoded(one, f"{path}[{index}]", tensors) for index, one in enumerate(value)]]
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return ["dict", {name: _encoded(one, f"{path}.{name}".lstrip("."), tensors) for name, one in value.items()}]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise ValueError(
+        f"collate made other arguments of the rows of some ranks, and what it returned as {path} is a "
+        f"{type(value).__name__}, of which the other ranks get no dummy: let collate return the same arguments for any "
+        "rows (for rows of text, a blank image), or dicts, lists and tuples of tensors, numbers and text"
+    )
+
+
+def _decoded(told: list[Any], tensors: Iterator[torch.Tensor], source: int) -> Any:
+    """Return a value from `_encoded`; collective, each tensor is broadcast from `source`."""
+    kind, what = told[:2]
+    if kind == "tensor":
+        dtype, shape, device = getattr(torch, what), told[2], metadata_device()
+        size = math.prod(shape) * dtype.itemsize
+        is_source = dist.get_rank() == source
+        # A copy on the source: a dummy must not share memory with the rank's own rows.
+        data = next(tensors).reshape(-1).view(torch.uint8).to(device, copy=True) if is_source else None
+        data = torch.empty(size, dtype=torch.uint8, device=device) if data is None else data
+        if size:
+            dist.broadcast(data, source)
+        return data.view(dtype).reshape(shape)
+    if kind == "dict":
+        return {name: _decoded(one, tensors, source) for name, one in what.items()}
+    if kind == "value":
+        return what
+    made = [_decoded(one, tensors, source) for one in what]
+    return tuple(made) if kind != "list" else made
