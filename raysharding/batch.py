@@ -452,7 +452,7 @@ def deal(
     counts = {path: split.num_rows(path) for path, split in splits.items()}
     if any(split.collate for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
         raise ValueError(
-            f"{', '.join(splits)}: a Split with collate= is the only Split of a call, and the only positional argument: "
+            f"{', '.join(splits)}: a Split with collate= is the only Split and the only positional argument of a call: "
             "let collate return what else has rows"
         )
     _check_counts(counts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 
 from raysharding.batch import Out, PerRank
-from raysharding.tree import children, leaves, rebuild
+from raysharding.tree import children, leaves, rebuild, rebuild_mapping
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "mems")
 
@@ -72,9 +72,15 @@ def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int 
         """Join one subtree; `values` holds each live rank's copy of the subtree."""
         if path in reduced:
             return values[0]
+        same_type = all(type(value) is type(values[0]) for value in values)
+        if same_type and (type(values[0]) is dict or (isinstance(values[0], Mapping) and is_dataclass(values[0]))):
+            # A model output lacks the key of what is `None`: a rank without an image has no states of images.
+            keys = dict.fromkeys(key for value in values for key in value)
+            return rebuild_mapping(
+                values[0], {key: join(f"{path}[{key!r}]", [value.get(key) for value in values]) for key in keys}
+            )
         nodes = [children(value) for value in values]
         names = [None if node is None else [name for name, _ in node] for node in nodes]
-        same_type = all(type(value) is type(values[0]) for value in values)
         if same_type and nodes[0] is not None and all(found == names[0] for found in names):
             columns = zip(*(node or [] for node in nodes), strict=True)
             return rebuild(values[0], [join(path + column[0][0], [item for _, item in column]) for column in columns])

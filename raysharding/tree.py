@@ -38,7 +38,7 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 def rebuild(tree: Any, values: Sequence[Any]) -> Any:
     """Return a node of `tree`'s type whose children, in the order of `children(tree)`, are `values`."""
     if isinstance(tree, Mapping):
-        return _rebuild_mapping(tree, dict(zip(tree, values, strict=True)))
+        return rebuild_mapping(tree, dict(zip(tree, values, strict=True)))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*values)
     if isinstance(tree, list | tuple):
@@ -50,7 +50,7 @@ def rebuild(tree: Any, values: Sequence[Any]) -> Any:
     return node.unflatten_fn(values, node.flatten_fn(tree)[1])
 
 
-def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping of `tree`'s type. A dataclass (transformers' `ModelOutput`) takes keywords; others a dict."""
     if dataclasses.is_dataclass(tree):
         return type(tree)(**items)

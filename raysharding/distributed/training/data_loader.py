@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -193,17 +192,16 @@ class DistributedDataLoader:
             DataError: On every rank: a rank could not make its batch.
         """
         # Also at the end of the run, so that no vote is pending.
-        known = _Outcome.NONE if self._vote is None else self._vote.outcome()
+        alike = None if self._vote is None else self._vote.are_alike()
         self._vote = None
         while not self._is_over():
             taken, self._held = self._held or self._taken(wait=True), None
             assert taken is not None
             error = None if taken.error is None else self._said(taken.error)
-            outcome = known or _outcome_of_all(taken.parts, error)
-            if outcome:
+            alike = _are_alike(taken.parts, error) if alike is None else alike
+            if alike is not None:
                 assert taken.parts is not None
-                parts = taken.parts
-                passes = several_passes(parts) if outcome is _Outcome.UNLIKE else [[part] for part in parts]
+                passes = [[part] for part in taken.parts] if alike else several_passes(taken.parts)
                 passes = [[one.replaced(self._moved) for one in part] for part in passes]
                 self._look_ahead()
                 return passes
@@ -352,17 +350,6 @@ def _checked(position: Position, begun: Position) -> Position:
     return position
 
 
-class _Outcome(IntEnum):
-    """Which ranks have their next batch."""
-
-    NONE = 0
-    """None has one; in a vote: not all."""
-    ALIKE = 1
-    """All, with the same arguments."""
-    UNLIKE = 2
-    """All, with other arguments on some ranks."""
-
-
 class _Vote:
     """Asynchronous vote on whether every rank has its next batch. Every rank makes one, or none."""
 
@@ -372,19 +359,19 @@ class _Vote:
         self._lowest = torch.tensor(said, dtype=torch.int64, device=metadata_device())
         self._work = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, async_op=True)
 
-    def outcome(self) -> _Outcome:
-        """Return the outcome; waits for the other ranks."""
+    def are_alike(self) -> bool | None:
+        """Return True if all ranks have a batch of the same arguments, False if these differ, else `None`."""
         assert self._work is not None
         wait_for(self._work)
         all_have_one, lowest, highest = self._lowest.tolist()
-        return _Outcome.NONE if not all_have_one else _Outcome.ALIKE if lowest == -highest else _Outcome.UNLIKE
+        return lowest == -highest if all_have_one else None
 
 
-def _outcome_of_all(parts: list[RankBatch] | None, error: Exception | None) -> _Outcome:
-    """Return whether every rank has a batch, or none has; collective."""
+def _are_alike(parts: list[RankBatch] | None, error: Exception | None) -> bool | None:
+    """Return True if all ranks have a batch of the same arguments, False if these differ, `None` if none has one."""
     # Every rank calls this, without a batch too: the others would wait in the forward.
     told = all_gather_ints([parts is not None, error is not None, code_of(parts or ())])
-    have, failed = sum(row[0] for row in told), any(row[1] for row in told)
+    have, failed, _ = map(sum, zip(*told, strict=True))
     if failed:
         agree(error)
     if have not in (0, dist.get_world_size()):
@@ -392,4 +379,4 @@ def _outcome_of_all(parts: list[RankBatch] | None, error: Exception | None) -> _
             f"the data ended on {dist.get_world_size() - have} ranks while others have rows: an iterable must give the "
             "same rows, in the same order, on every rank"
         )
-    return _Outcome.NONE if not have else _Outcome.ALIKE if len({row[2] for row in told}) == 1 else _Outcome.UNLIKE
+    return len({code for *_, code in told}) == 1 if have else None

@@ -69,10 +69,8 @@ class Forwarding:
         done, own, value = Accumulation(), own_pass(passes), None
         for one in passes:
             output, found = self._forward(one)
-            if one is own:
-                value = map_leaves(_whole, without_caches(output))
-            else:  # a DTensor is gathered by all ranks
-                map_leaves(_whole, without_caches(output))
+            output = map_leaves(_whole, without_caches(output))
+            value = output if one is own else value
             check_execution_order(self._module)
             if found is not None:
                 done.add(found)

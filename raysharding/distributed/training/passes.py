@@ -9,6 +9,7 @@ Note [Passes]: rows of text beside rows with images.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from raysharding.tree import leaves
 
 Passes = list[list[RankBatch]]
 """For each part of a batch, the forwards that every rank takes, in order."""
+_TENSOR = "raysharding.tensor"
 
 
 def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: str) -> Passes:
@@ -124,51 +126,54 @@ def _copied(part: RankBatch, source: int) -> RankBatch:
     told: Any = None
     if dist.get_rank() == source:
         try:
-            told = [_encoded(value, "", tensors) for value in (part.args, part.kwargs)]
+            told = [_as_json(args, tensors) for args in (dict(enumerate(part.args)), part.kwargs)]
         except ValueError as error:  # told to all ranks, which would wait in the broadcasts
             told = str(error)
     told = broadcast_json(told, source=source)
     if isinstance(told, str):
         raise ValueError(told)
-    received = iter(tensors)
-    args, kwargs = (_decoded(one, received, source) for one in told)
-    return replace(part, wrapped_args=args, wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
+    left = iter(tensors)
+
+    def decode(node: dict[str, Any]) -> Any:
+        if _TENSOR not in node:
+            return node
+        dtype, shape = node[_TENSOR]
+        return _received(source, left, getattr(torch, dtype), shape)
+
+    # `object_hook` is called in the order of the text, in which `_as_json` has met the tensors.
+    args, kwargs = ({name: json.loads(text, object_hook=decode) for name, text in one.items()} for one in told)
+    return replace(part, wrapped_args=tuple(args.values()), wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
 
 
-def _encoded(value: Any, path: str, tensors: list[torch.Tensor]) -> list[Any]:
-    """Return a value as JSON, and add its tensors to `tensors` in order."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
-        tensors.append(value.detach().contiguous())
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, [_encoded(one, f"{path}[{index}]", tensors) for index, one in enumerate(value)]]
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return ["dict", {name: _encoded(one, f"{path}.{name}".lstrip("."), tensors) for name, one in value.items()}]
-    if value is None or isinstance(value, bool | int | float | str):
-        return ["value", value]
-    raise ValueError(
-        f"collate made other arguments of the rows of some ranks, and what it returned as {path} is a "
-        f"{type(value).__name__}, of which the other ranks get no dummy: let collate return the same arguments for any "
-        "rows (for rows of text, a blank image), or dicts, lists and tuples of tensors, numbers and text"
-    )
+def _as_json(named: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[Any, str]:
+    """Return values as JSON, with dtype and shape in place of their tensors, which are added to `tensors` in order."""
+
+    def encode(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return dict(leaf)
+        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or leaf.is_nested:
+            raise TypeError(type(leaf).__name__)
+        tensors.append(leaf.detach())
+        return {_TENSOR: [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]}
+
+    told = {}
+    for name, value in named.items():
+        try:
+            told[name] = json.dumps(value, default=encode)
+        except TypeError as error:
+            raise ValueError(
+                f"collate made other arguments of the rows of some ranks, and {name!r} holds a {error}, of which the "
+                "other ranks get no dummy: let collate return the same arguments for any rows (for rows of text, a "
+                "blank image), or tensors, numbers and text, or lists and dicts of these"
+            ) from error
+    return told
 
 
-def _decoded(told: list[Any], tensors: Iterator[torch.Tensor], source: int) -> Any:
-    """Return a value from `_encoded`; collective, each tensor is broadcast from `source`."""
-    kind, what = told[:2]
-    if kind == "tensor":
-        dtype, shape, device = getattr(torch, what), told[2], metadata_device()
-        size = math.prod(shape) * dtype.itemsize
-        is_source = dist.get_rank() == source
-        # A copy on the source: a dummy must not share memory with the rank's own rows.
-        data = next(tensors).reshape(-1).view(torch.uint8).to(device, copy=True) if is_source else None
-        data = torch.empty(size, dtype=torch.uint8, device=device) if data is None else data
-        if size:
-            dist.broadcast(data, source)
-        return data.view(dtype).reshape(shape)
-    if kind == "dict":
-        return {name: _decoded(one, tensors, source) for name, one in what.items()}
-    if kind == "value":
-        return what
-    made = [_decoded(one, tensors, source) for one in what]
-    return tuple(made) if kind != "list" else made
+def _received(source: int, tensors: Iterator[torch.Tensor], dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """Broadcast the next tensor of the source; collective."""
+    data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=metadata_device())
+    if dist.get_rank() == source:
+        data.copy_(next(tensors).contiguous().reshape(-1).view(torch.uint8))
+    if len(data):
+        dist.broadcast(data, source)
+    return data.view(dtype).reshape(shape)

@@ -1,10 +1,9 @@
-"""Batches whose images are no rows: examples are dealt, ranks collate, and ranks without an image run the same modules."""
+"""Batches whose images are no rows: ranks collate examples, and those without an image run the same modules."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from raysharding.distributed.training import (
 )
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.errors import RayshardingError
+from raysharding.models import InputBounds
 from raysharding.outputs import gather_outputs
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
@@ -121,21 +121,149 @@ def dealt(name: str, rows: list[Example], **more: Any) -> Any:
     return deal([batch], {}, dist.get_world_size())[dist.get_rank()]
 
 
-def train_all(names: list[str]) -> None:
+def steps_equal(names: list[str]) -> None:
     for name in names:
         rows = examples(name)
         expected = alone(name, rows)
-        for num_parts in (1, 2, 4):
+        for num_parts in (1, 2, 4):  # of one rank's four, the last is text alone
             module, optimizer = sharded(name)
-            options = {"gradient_accumulation_steps": num_parts}
-            agree([train_step(module, optimizer, dealt(name, rows), **options) for _ in range(STEPS)], expected)
-            module, optimizer = sharded(name)
-            run = Fit(FitPlan(DataPlan(SequenceRows(rows), 4, STEPS, collate=Collate(name)), **options), CPU)
-            agree([run.step(module, optimizer).metrics for _ in range(STEPS)], expected)
+            step = partial(train_step, module, optimizer, gradient_accumulation_steps=num_parts)
+            agree([step(dealt(name, rows)) for _ in range(STEPS)], expected)
+        module, optimizer = sharded(name)
+        plan = DataPlan(SequenceRows(rows), 4, STEPS, collate=Collate(name))
+        run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
+        done = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
+        agree([one.metrics for one in done], expected)
+        assert sum(all_ranks(done[0].num_rows)) == len(rows)
+        with_padding = [len(one) for one in Collate(name)(rows)["input_ids"]]
+        assert sum(map(len, (row["ids"] for row in rows))) <= sum(all_ranks(done[0].num_tokens)) <= sum(with_padding)
+
+
+def all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_steps_over_images_equal_one_process(world_size: int) -> None:
+    """Rows of 2, 1, 1 and 0 images, by `train_step` in 1, 2 and 4 parts, and by `fit` in two."""
     pytest.importorskip("transformers")
-    run_ranks(world_size, train_all, NAMES, timeout_s=180)
+    run_ranks(world_size, steps_equal, NAMES, timeout_s=180)
+
+
+def calls_equal(names: list[str]) -> None:
+    for name in names:
+        rows = examples(name)
+        module, optimizer = sharded(name)
+        twin = build(name).eval()
+        whole = Collate(name)(rows)
+        evaluates(name, rows, module, twin, whole)
+        forwards(name, rows, module, twin)
+        predicts(name, rows, module, twin)
+        forward_backward(module, dealt(name, rows[3:]), done := Accumulation(), sync=False)
+        last = forward_backward(module, dealt(name, rows[:3]), done)
+        agree([optim_step(module, optimizer, done)], alone(name, rows, 1))
+        assert last["loss"] == pytest.approx(alone(name, rows[:3], 1)[0][0], abs=TOLERANCE)
+
+
+def words(output: Any, labels: torch.Tensor) -> tuple[int, int]:
+    """A metric that is no 0: the mean number of the words that are found."""
+    counted = labels != -100
+    return int(output.logits.argmax(-1)[counted].sum()), int(counted.sum())
+
+
+def evaluates(name: str, rows: list[Example], module: nn.Module, twin: nn.Module, whole: dict[str, Any]) -> None:
+    plan = DataPlan(SequenceRows(rows), 4, collate=Collate(name))
+    run = Evaluation(EvaluationPlan(plan, metrics={"words": words}), CPU)
+    while run.step(module):
+        pass
+    with torch.no_grad():
+        output = twin(**whole)
+    total, count = words(output, whole["labels"])
+    assert run.values() == pytest.approx(
+        {"loss": output.loss.item(), "words": total / count, "num_rows": 4}, abs=TOLERANCE
+    )
+
+
+def forwards(name: str, rows: list[Example], module: nn.Module, twin: nn.Module) -> None:
+    """Rows of one length are joined in order, though an output may have hidden states of images and others none."""
+    longest = max(len(row["ids"]) for row in rows)
+    even = [{**row, "ids": row["ids"] + [9] * (longest - len(row["ids"]))} for row in rows]
+    batch = dealt(name, even)
+    output = gather_outputs(all_ranks(Forwarding(module).run(batch)), batch.rows)
+    with torch.no_grad():
+        expected = twin(**Collate(name)(even))
+    torch.testing.assert_close(output.logits, expected.logits, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(output.loss, expected.loss, atol=TOLERANCE, rtol=0)
+
+
+def predicts(name: str, rows: list[Example], module: nn.Module, twin: nn.Module) -> None:
+    """Each row's last logits, from the table of its part."""
+
+    def last(output: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        ends = batch["attention_mask"].sum(1) - 1
+        return {"last": output.logits[range(len(ends)), ends]}
+
+    run = Prediction(PredictPlan(SequenceRows(rows), 4, last, collate=Collate(name), rows_per_file=1), CPU)
+    found: dict[int, Any] = {}
+    while not run.is_over:
+        run.steps(module, 1)
+        found |= {part.start: table.column("last").to_pylist()[0] for part, table in run.finished}
+        run.finished = []
+    whole = Collate(name)(rows)
+    with torch.no_grad():
+        expected = last(twin(**whole), whole)["last"]
+    for start, values in found.items():
+        torch.testing.assert_close(torch.tensor(values), expected[start], atol=TOLERANCE, rtol=0)
+    assert sum(len(own) for own in all_ranks(found)) == 4
+
+
+def errors_are_shared() -> None:
+    """What one rank's collate raises, or makes that cannot be a dummy elsewhere, is every rank's error."""
+    name, rows = "llava", examples("llava")
+    module, optimizer = sharded(name)
+
+    def opaque(rows: list[Example]) -> dict[str, Any]:
+        made = Collate(name)(rows)
+        return made | {"images": object()} if "pixel_values" in made else made
+
+    def picky(rows: list[Example]) -> dict[str, Any]:
+        if rows[0]["masked"] == 0:
+            raise RuntimeError("no image")
+        return Collate(name)(rows)
+
+    def other_ids(rows: list[Example]) -> dict[str, Any]:
+        made = Collate(name)(rows)
+        return made if "pixel_values" in made else made | {"input_ids": made["input_ids"] + 60}
+
+    for collate, said in (
+        (opaque, "'images' holds a object, .*a blank image"),
+        (picky, "no image"),
+        (other_ids, "train_step: input_ids holds"),
+    ):
+        batch = deal([Split([rows[1], rows[3]], collate=collate)], {}, 2)[dist.get_rank()]
+        with pytest.raises((ValueError, RuntimeError, RayshardingError), match=said):
+            train_step(module, optimizer, batch)
+        run = Fit(
+            FitPlan(DataPlan(SequenceRows([rows[1], rows[3]]), 2, collate=collate)), CPU, bounds=InputBounds.of(module)
+        )
+        with pytest.raises((ValueError, RayshardingError), match=said.replace("train_step", "data")):
+            run.step(module, optimizer)
+        run.data_loader.close()
+    agree([train_step(module, optimizer, dealt(name, rows)) for _ in range(STEPS)], alone(name, rows))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_over_images_equal_one_process(world_size: int) -> None:
+    """`evaluate`, `forward`, `predict`, and `forward_backward` on text, then on images."""
+    pytest.importorskip("transformers")
+    run_ranks(world_size, calls_equal, NAMES, timeout_s=180)
+
+
+@pytest.mark.timeout(120)
+def test_every_rank_hears_of_what_one_collate_does() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, errors_are_shared, timeout_s=100)

@@ -254,9 +254,9 @@ PAIRS = DataPlan(NUMBERED, 8, 2, shuffle=True, seed=4, rows_per_item=2)
 
 def numbers_of(num_parts: int) -> list[list[list[int]]]:
     """Numbers of the rows of this rank, for each step and part; none for a dummy."""
-    loader, steps = DistributedDataLoader(PAIRS, CPU), []
-    while (batch := loader.next()) is not None:
-        parts = batch.parts(num_parts)
+    loader, steps = DistributedDataLoader(PAIRS, CPU, num_parts=num_parts), []
+    while (passes := loader.next()) is not None:
+        parts = [part for (part,) in passes]
         for part in parts:
             numbers = part.kwargs["number"].tolist()
             assert numbers == [row + one for row in numbers[::2] for one in range(2)], "a pair is not whole"
@@ -334,8 +334,8 @@ def hear_of_collating() -> None:
     pair = small_pair()
     with pytest.raises(DataError, match=r"row\['inputs'\] does not stack: shape \(4,\) in one row, shape \(5,\)"):
         losses(pair, fit_of(replace(DATA_PLAN, source=SequenceRows(ragged_rows()), shuffle=False)))
-    with pytest.raises(DataError, match=r"collate made \{'args"):
-        losses(pair, fit_of(replace(DATA_PLAN, collate=lambda rows: torch.zeros(len(rows) + 1))))
+    with pytest.raises(DataError, match=r"collate returned a dict without a tensor"):
+        losses(pair, fit_of(replace(DATA_PLAN, collate=lambda rows: {"inputs": str(rows)})))
 
 
 def hear_of_hangs() -> None:
@@ -397,11 +397,11 @@ def ask_while_computing() -> None:
         loader = DistributedDataLoader(plan, CPU)
         with (
             mock.patch.object(Prefetch, "is_ready", is_ready),
-            mock.patch.object(data_loader, "_all_have_one", wraps=data_loader._all_have_one) as asked,
+            mock.patch.object(data_loader, "_are_alike", wraps=data_loader._are_alike) as asked,
         ):
             rows = []
-            while (batch := loader.next()) is not None:
-                rows.append(batch.kwargs["inputs"])
+            while (passes := loader.next()) is not None:
+                rows.append(passes[0][0].kwargs["inputs"])
                 loader.advance()
         # The first batch of an epoch is waited for, and where it ends; with a late rank each of the 14.
         assert asked.call_count == (16 if late else 4)
