@@ -564,14 +564,9 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
 
 
 def _check_examples(split: Split) -> None:
-    kind = type(split.value).__name__
-    if not isinstance(split.value, list | tuple):
-        raise ValueError(f"Split(..., collate=): the value is a {kind}; give a list of examples, which are the rows")
-    if not callable(split.collate) or split.dim:
-        raise ValueError(
-            f"Split(..., dim={split.dim}, collate={split.collate!r}): collate is a function of a list of examples, and "
-            "what it returns has no dim to name"
-        )
+    if not isinstance(split.value, list | tuple) or not callable(split.collate) or split.dim:
+        told = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate={split.collate!r})"
+        raise ValueError(f"{told}: give a list of examples, collate= a function of such a list, and no dim=")
 
 
 def _check_dim(what: str, dim: Any) -> None:

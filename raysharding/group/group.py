@@ -720,8 +720,10 @@ class ShardedModelGroup:
             seed: Seed of the random order.
             columns: Columns of files or Ray datasets to read. Default: all.
             collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
-                positional arguments, or one tensor, as transformers' data collators do. `collate` runs between the
-                steps. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
+                positional arguments, or one tensor, as transformers' data collators do. The model gets them as they
+                are: images need not be rows. `collate` runs between the steps, once for each part of an accumulation.
+                Where it makes other arguments of some ranks' rows (images, and none), the part takes a forward for each
+                kind. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
                 names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
                 transformers gets all columns but text).
             loss: As for `train_step`.

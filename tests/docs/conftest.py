@@ -26,6 +26,7 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pages take for granted.
 
     - `path/to/llama`: a Llama of transformers with two layers and a tokenizer; `path/to/encoder`: all-MiniLM-L6-v2;
+    - `path/to/llava`: a Llava with two layers of each kind and a processor;
     - `rows.parquet`, `rows.jsonl` (64 rows), `held-out.parquet`, `held-out.jsonl` (16 rows): `input_ids` and `labels`;
     - `path/to/data/train.jsonl`, `path/to/data/test.jsonl`: the same number of rows with one column `text`;
     - `examples`, `cluster`, `tests`: those of the repository.
@@ -52,6 +53,7 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(Path(encoder) / name, llama)
     settings = json.loads((llama / "tokenizer_config.json").read_text())
     (llama / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "[SEP]"}))  # the model's
+    _save_llava(encoder, folder / "path/to/llava")
     (folder / "path/to/encoder").symlink_to(encoder)
     (folder / "path/to/data").mkdir()
     for kind, held_out, count in (("train", "rows", 64), ("test", "held-out", 16)):
@@ -64,6 +66,28 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("examples", "cluster", "tests"):
         (folder / name).symlink_to(ROOT / name)
     return folder
+
+
+def _save_llava(encoder: str, path: Path) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        encoder, extra_special_tokens=["<image>"], model_input_names=["input_ids", "attention_mask"]
+    )
+    images = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, do_convert_rgb=True
+    )
+    sizes = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = transformers.LlavaProcessor(images, tokenizer, image_token="<image>", **sizes)
+    layers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config=layers | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
+        text_config=layers | {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 128},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        dtype="float32",
+    )
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(path)
+    processor.save_pretrained(path)
 
 
 @pytest.fixture

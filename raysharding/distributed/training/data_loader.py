@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from raysharding.distributed.fully_shard import move_inputs
 from raysharding.distributed.training.passes import Passes, code_of, several_passes
 from raysharding.errors import DataError
 from raysharding.models import InputBounds
+
+_Item: TypeAlias = StepBatch | list[RankBatch] | None
+"""Item of the reader thread: rows, or parts that are collated; `None` for skipped rows."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class DistributedDataLoader:
         collate = plan.collate or self._columns
         self._rank_batch = partial(rank_batch, collate, dist.get_rank(), rows_per_item=plan.rows_per_item)
         self._num_parts = num_parts
-        self._ahead: Prefetch[StepBatch | list[RankBatch] | None] | None = None
+        self._ahead: Prefetch[_Item] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
         self._held: _Taken | None = None
@@ -202,7 +205,8 @@ class DistributedDataLoader:
             if alike is not None:
                 assert taken.parts is not None
                 passes = [[part] for part in taken.parts] if alike else several_passes(taken.parts)
-                passes = [[one.replaced(self._moved) for one in part] for part in passes]
+                move = partial(move_inputs, device=self._device)
+                passes = [[one.replaced(move) for one in part] for part in passes]
                 self._look_ahead()
                 return passes
             self.close()
@@ -211,9 +215,6 @@ class DistributedDataLoader:
             self.position = replace(self.position, epoch=self.position.epoch + 1, step=0)
         self.close()
         return None
-
-    def _moved(self, value: Any) -> Any:
-        return move_inputs(value, self._device)
 
     def advance(self, loss: float = math.nan) -> None:
         """Move the position past the batch.
@@ -247,9 +248,7 @@ class DistributedDataLoader:
         whole = self._rank_batch(batch.rows, batch.counts)
         return [part.collated() for part in whole.parts(self._num_parts)]
 
-    def _item(
-        self, ahead: Prefetch[StepBatch | list[RankBatch] | None], *, wait: bool
-    ) -> StepBatch | list[RankBatch] | None:
+    def _item(self, ahead: Prefetch[_Item], *, wait: bool) -> _Item:
         while wait or ahead.is_ready():
             item = ahead.take(self._plan.stall_s)
             if item is not None:  # `None` marks skipped rows: the thread makes progress
@@ -274,7 +273,7 @@ class DistributedDataLoader:
         error.__cause__ = raised
         return error
 
-    def _items(self) -> Iterator[StepBatch | list[RankBatch] | None]:
+    def _items(self) -> Iterator[_Item]:
         """Yield the items of the reader thread.
 
         A user's collate function may draw from the random generators that the model uses. It runs between the steps, so

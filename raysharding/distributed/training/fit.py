@@ -18,7 +18,7 @@ from raysharding.distributed.optim import learning_rate
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.losses import LossFunction, known_arguments
-from raysharding.distributed.training.step import step_over
+from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
 
@@ -121,8 +121,8 @@ class Fit:
         if passes is None:
             return None
         try:
-            norm = self._plan.max_grad_norm
-            metrics = step_over(module, optimizer, passes, loss=self._plan.loss, max_grad_norm=norm, training=True)
+            plan = self._plan
+            metrics = train_step(module, optimizer, passes, loss=plan.loss, max_grad_norm=plan.max_grad_norm)
         except EmptyBatchError as error:
             if self._plan.on_empty == "raise" or not is_recoverable(error):
                 raise

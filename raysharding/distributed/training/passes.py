@@ -22,6 +22,7 @@ from torch import nn
 
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agree, all_gather_ints, all_gather_json, broadcast_json, metadata_device
+from raysharding.distributed.fully_shard import unwrapped
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
@@ -47,7 +48,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         return [[part] for part in batch.parts(num_parts)]
 
     def make() -> list[RankBatch]:
-        bounds, parts = InputBounds.of(module), [part.collated() for part in batch.parts(num_parts)]
+        bounds, parts = InputBounds.of(unwrapped(module)), [part.collated() for part in batch.parts(num_parts)]
         for part in parts:
             bounds.check(part, dist.get_rank(), what)
         return parts

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -118,17 +119,11 @@ class Accumulation:
         self.is_reduced = is_reduced
         return self._loss(sums, counts)
 
-    @property
-    def sums_and_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """N and D of each term over all passes; without elements before the first."""
-        return self._sums, self._counts
-
-    def loss(self, before: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
-        """Return the loss over all passes, or over those since `before`; NaN without counted items."""
-        if not self.num_passes:
-            return math.nan
-        sums, counts = (0, 0) if before is None or not len(before[0]) else before
-        return self._loss(self._sums - sums, self._counts - counts)
+    def loss(self, before: Accumulation | None = None) -> float:
+        """Return the loss over all passes, or over those since the copy `before`; NaN without counted items."""
+        if before is not None and before.num_passes:
+            return self._loss(self._sums - before._sums, self._counts - before._counts)
+        return self._loss(self._sums, self._counts) if self.num_passes else math.nan
 
     def _empty(self, counts: torch.Tensor) -> list[str]:
         """Return the names of the means with a count of 0."""
@@ -181,7 +176,7 @@ class Accumulation:
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: RankBatch | Mapping[str, Any],
+    batch: RankBatch | Mapping[str, Any] | Passes,
     *,
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
@@ -217,20 +212,10 @@ def train_step(
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
     check_max_grad_norm(max_grad_norm)
-    passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step")
-    return step_over(module, optimizer, passes, loss=loss, max_grad_norm=max_grad_norm, training=training)
-
-
-def step_over(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    passes: Passes,
-    *,
-    loss: LossFunction | None,
-    max_grad_norm: float | None,
-    training: bool,
-) -> dict[str, float]:
-    """As `train_step`, for the passes of a batch."""
+    if isinstance(batch, list):
+        passes = batch
+    else:
+        passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step")
     all_passes = [one for part in passes for one in part]
     done = Accumulation()
     zero_grad(module, optimizer)
@@ -317,7 +302,7 @@ def forward_backward(
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
     (passes,) = passes_of_call(module, batch, 1, "forward_backward")
-    before, value = done.sums_and_counts, math.nan
+    before, value = copy(done), math.nan
     for one in passes:
         may_be_empty |= len(passes) > 1
         value = _run_pass(module, one, done, loss, training=training, sync=sync, may_be_empty=may_be_empty)
