@@ -72,7 +72,7 @@ class Split:
             raise ValueError(f"{path}: holds no tensor; give a tensor, or nested dicts, lists or tuples of tensors")
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{where} has {rows}" for where, rows in counts.items())
-            raise ValueError(f"the tensors of one Split need the same number of rows, but {listed}")
+            raise ValueError(f"the tensors of one Split need the same number of rows, but {listed}; {_NO_ROWS}")
         return next(iter(counts.values()))
 
     def dims(self) -> set[int]:
@@ -136,6 +136,7 @@ class PerRank(Sequence[Any]):
 _MARKS = (Split, Same, PerRank)
 _COLUMN = re.compile(r"(^|_)(mask|labels?|targets?|ids|positions)$")
 _NAME = re.compile(r"[^\W\d]\w*")
+_NO_ROWS = "where images are no rows, give Split(examples, collate=...), a list of examples that each rank collates"
 _GENERATION_LISTS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids")
 _KINDS = ("gather", "rank0", "per_rank", "refs", "none")
 _GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.none()"
@@ -542,7 +543,7 @@ def _row_dim(leaf: Any, name: str, dims: Sequence[int], num_rows: int) -> int | 
 def _check_counts(counts: Mapping[str, int]) -> None:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{path} has {rows}" for path, rows in counts.items())
-        raise ValueError(f"all Splits of one call need the same number of rows, but {listed}")
+        raise ValueError(f"all Splits of one call need the same number of rows, but {listed}; {_NO_ROWS}")
     if counts and not any(counts.values()):
         raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
 

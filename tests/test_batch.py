@@ -474,3 +474,51 @@ def test_a_models_arrays_become_tensors_and_only_lists_of_columns_do() -> None:
 def test_rows_that_every_rank_gets_are_noticed(args: Any, kwargs: Any, found: str | None) -> None:
     assert whole_rows(args, kwargs, 2, ()) == found
     assert whole_rows(args, kwargs, 1, ()) is None
+
+
+def first_and_number(examples: list[Any]) -> dict[str, Any]:
+    return {
+        "first": torch.tensor(examples[0]["number"]),
+        "all": np.array([one["number"] for one in examples]),
+        "text": "x",
+    }
+
+
+def test_examples_are_dealt_and_collated_by_part() -> None:
+    """Rows of any kind; what collate returns has no rows, and a rank without examples gets the first as a dummy."""
+    examples = [{"number": number, "label": "text"} for number in range(5)]
+    for world_size, num_parts in ((1, 1), (2, 1), (2, 2), (3, 2), (6, 1)):
+        found = []
+        for batch in deal([Split(examples, collate=first_and_number)], {"flag": True}, world_size):
+            for part in map(RankBatch.collated, batch.parts(num_parts)):
+                kwargs = part.kwargs
+                assert (kwargs["flag"], kwargs["text"], part.num_held) == (True, "x", len(kwargs["all"]))
+                assert kwargs["first"].item() == kwargs["all"][0].item()
+                found += kwargs["all"].tolist() if part.num_rows else []
+                assert part.num_rows or kwargs["all"].tolist() == [0] or num_parts > 1
+        assert found == list(range(5))
+    pairs = deal([Split(examples[:4], collate=first_and_number, rows_per_item=2)], {}, 3)
+    assert [batch.collated().kwargs["all"].tolist() for batch in pairs] == [[0, 1], [2, 3], [0, 1]]
+    assert pairs[0].resized(4).collated().kwargs["all"].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Split(torch.ones(2), collate=len), r"Split\(a Tensor, dim=0, collate=.*give a list of examples"),
+        (lambda: Split([1, 2], collate="f"), "collate='f'"),
+        (lambda: Split([1, 2], dim=1, collate=len), "and no dim="),
+        (lambda: deal([Split([1, 2], collate=len), 3], {}, 2), "the only positional argument of a call"),
+        (lambda: deal([Split([1, 2], collate=len)], {"x": Split(torch.ones(2))}, 2), r"args\[0\], x: a Split with"),
+        (lambda: deal([], {"x": Split([1, 2], collate=len)}, 2), "x: a Split with collate="),
+        (lambda: deal([Split([], collate=len)], {}, 2), "0 rows"),
+        (lambda: deal([Split([1, 2], collate=len)], {}, 1)[0].collated(), "returned a int without a tensor"),
+        (
+            lambda: deal([Split([1], collate=lambda rows: {"x": torch.ones(1)})], {"x": 3}, 1)[0].collated(),
+            "x: given twice, by collate",
+        ),
+    ],
+)
+def test_examples_that_cannot_be_dealt_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -74,6 +74,7 @@ def _save_llava(encoder: str, path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         encoder, extra_special_tokens=["<image>"], model_input_names=["input_ids", "attention_mask"]
     )
+    tokenizer.init_kwargs.pop("max_length", None)  # all-MiniLM's; processors pass it on
     images = transformers.CLIPImageProcessor(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, do_convert_rgb=True
     )

@@ -247,7 +247,8 @@ def _rank_batch(batch: RankBatch | Mapping[str, Any]) -> RankBatch:
     if not all(found):
         raise ValueError(
             f"rank {found.index(0)} has no rows, or tensors of different numbers of rows (this rank: {rows}): give "
-            "every rank a row or more, in dim 0 of every tensor, or the rows of all ranks by raysharding.batch.deal"
+            "every rank a row or more, in dim 0 of every tensor, or the rows of all ranks by raysharding.batch.deal, "
+            "where images are no rows as Split(examples, collate=...)"
         )
     kwargs = {name: Split(value) if name in rows else value for name, value in batch.items()}
     return RankBatch(wrapped_kwargs=kwargs, num_rows=found[dist.get_rank()], rows=tuple(found))

@@ -109,7 +109,8 @@ def _is_shared(batch: RankBatch, other: RankBatch) -> bool:
 
 
 def _values(batch: RankBatch) -> Iterator[tuple[str, Any]]:
-    yield from ((f"args[{index}]", value) for index, value in enumerate(batch.args))
+    args = batch.args if batch.examples is None else ()  # examples differ, and ranks compare what they collate
+    yield from ((f"args[{index}]", value) for index, value in enumerate(args))
     yield from batch.kwargs.items()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from raysharding import PerRank, Same, ShardedModelGroup, Split
 from raysharding.batch import deal
 from raysharding.group import GroupState
-from raysharding.group.calls.input_checks import check_batches
+from raysharding.group.calls.input_checks import check_batches, check_no_examples
 from raysharding.models import InputBounds
 from tests.models.architectures import ARCHITECTURES
 
@@ -34,6 +34,19 @@ def check(*args: Any, bounds: InputBounds | None = None, world_size: int = 2, **
 def test_ranks_with_arguments_of_different_kinds(values: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check(PerRank(values))
+
+
+def test_examples_may_differ() -> None:
+    check(Split([{"images": ["a", "b"]}, {"images": [], "text": "c"}], collate=list))
+
+
+def test_calls_that_collate_nothing_say_so() -> None:
+    (batch,) = deal([Split([1, 2], collate=list)], {}, 1)
+    check_no_examples("generate", deal([Split(IDS)], {}, 1)[0], "")
+    with pytest.raises(
+        ValueError, match=r"generate runs no collate= of a Split: predict\(\) does it, or give Split\(col"
+    ):
+        check_no_examples("generate", batch, "predict() does it")
 
 
 def test_sizes_may_differ_and_what_all_ranks_share_is_not_compared() -> None:
