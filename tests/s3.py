@@ -53,9 +53,9 @@ class S3Server:
         self._put(f"/{self.bucket}/{quote(key)}", data)
 
     def upload(self, directory: Path, key: str) -> str:
-        """Write the files of a directory as `key/name` and return the URI of `key`."""
-        for path in sorted(directory.iterdir()):
-            self.put(f"{key}/{path.name}", path.read_bytes())
+        """Write the files at and below a directory as `key/name` and return the URI of `key`."""
+        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+            self.put(f"{key}/{path.relative_to(directory)}", path.read_bytes())
         return self.uri(key)
 
     def delete(self, key: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysharding.checkpoint import Checkpoint
-from raysharding.checkpoint.format.index import list_sidecar_files
+from raysharding.checkpoint.format.sidecars import list_sidecar_files
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME
 from raysharding.checkpoint.storage import storage_of
 from raysharding.checkpoint.writing import FileWriter

@@ -18,7 +18,7 @@ from raysharding.checkpoint.format.header import (
     parse_object,
     read_header,
 )
-from raysharding.checkpoint.format.index import MAX_JSON_BYTES, list_sidecar_files, read_beside, read_json, read_sidecar
+from raysharding.checkpoint.format.index import MAX_JSON_BYTES, read_beside, read_json
 from raysharding.checkpoint.format.locate import locate, seen_here
 from raysharding.checkpoint.format.names import (
     ADAPTER_CONFIG_NAME,
@@ -34,6 +34,7 @@ from raysharding.checkpoint.format.names import (
     TRAINING_NAME,
 )
 from raysharding.checkpoint.format.reader import FileReader
+from raysharding.checkpoint.format.sidecars import list_sidecar_files, read_sidecar
 from raysharding.checkpoint.format.staging import (
     is_abandoned,
     lock,

@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint: resolve the user's path, check the index, list the small files beside the weights.
+"""Find the files of a checkpoint: resolve the user's path, check the index, read small files beside the weights.
 
 No weight file is read here; `header.py` does that.
 """
@@ -16,8 +16,6 @@ from raysharding.checkpoint.format.names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
     INDEX_NAME,
-    MANIFEST_NAME,
-    SAVE_RECORD_NAME,
     SINGLE_NAME,
 )
 from raysharding.checkpoint.format.staging import find_set_aside, is_staging_path
@@ -39,13 +37,6 @@ _SHARD_NAME: Final = re.compile(r"-\d+-of-\d+\.safetensors$")
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
 """Longest index, manifest or config.json that is read."""
-_MAX_SIDECAR_BYTES: Final = 64 << 20
-_NO_SIDECAR: Final = re.compile(
-    r"^\.|^events\.out\.|\.(safetensors|bin|pth?|ckpt|h5|msgpack|onnx|gguf|ot|npz?|pkl|pickle|distcp|tflite|zip|tar|gz"
-    r"|parquet|arrow|py|pyc|so|sh|ipynb|log|lock|tmp|bak)\b",
-    re.IGNORECASE,
-)
-"""Weights and optimizer state of any library, with their indexes; data, code and logs."""
 _CONVERT: Final = (
     "convert it once with transformers: AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors"
 )
@@ -119,39 +110,6 @@ def read_json(
         raise CheckpointError(f"{called}{error}", path=join_path(directory, name)) from error
 
 
-def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
-    """Return the names of the small files beside weights, sorted: of tokenizers and configs, README, LICENSE.
-
-    Never weights or optimizer state, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A
-    save copies these files beside the new weights.
-
-    Raises:
-        CheckpointError: The directory cannot be listed.
-    """
-    names = [name for name in storage.list_names(directory) if _is_sidecar_name(name)]
-
-    def is_small(name: str) -> bool:
-        found = storage.find(join_path(directory, name))
-        return found.kind == "file" and found.num_bytes < _MAX_SIDECAR_BYTES and _is_inside(storage, directory, name)
-
-    small = storage.each(is_small, names)
-    return tuple(name for name, wanted in zip(names, small, strict=True) if wanted)
-
-
-def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
-    """Read one of `list_sidecar_files`.
-
-    Raises:
-        CheckpointError: The name is not one of them, or the file is gone or cannot be read.
-    """
-    if not _is_sidecar_name(name) or "/" in name or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{name!r} is no file that a save copies", path=directory)
-    data = read_beside(storage, directory, name, _MAX_SIDECAR_BYTES)
-    if data is None:
-        raise CheckpointError("is gone since the directory was listed", path=join_path(directory, name))
-    return data
-
-
 def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> bytes | None:
     """Read a whole small file in `directory`, after checking its kind and size; return `None` where there is none."""
     storage.check_inside(directory, name)
@@ -166,19 +124,6 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
             what = f"has {num_bytes} bytes, which is over the cap of {max_bytes} bytes for a file beside the weights"
             raise CheckpointError(what, path=path)
         return read_bytes(file, 0, num_bytes)
-
-
-def _is_sidecar_name(name: str) -> bool:
-    is_ours = name.endswith(".index.json") or name in (MANIFEST_NAME, SAVE_RECORD_NAME)
-    return not is_ours and not _NO_SIDECAR.search(name)
-
-
-def _is_inside(storage: Storage, directory: str, name: str) -> bool:
-    try:
-        storage.check_inside(directory, name)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _resolve_directory(storage: Storage, directory: str) -> FileSet:

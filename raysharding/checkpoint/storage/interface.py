@@ -64,7 +64,7 @@ class Storage(Protocol):
         """Return a value that changes when another file or directory takes the path; `None` where there is none."""
 
     def check_inside(self, directory: str, name: str) -> None:
-        """Refuse a symlink `name` whose target is outside `directory`."""
+        """Refuse a relative path `name` whose target, through symlinks, is outside `directory`."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write a whole small file. An object of a store appears as a whole."""

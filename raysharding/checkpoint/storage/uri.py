@@ -50,10 +50,10 @@ def normal_path(path: str) -> str:
 
 
 def join_path(directory: str, name: str) -> str:
-    """Return the path of the file `name` in `directory`, a normal path; in a URI the name is percent-encoded."""
+    """Return the path of `name` in `directory`, a normal path; in a URI all but a `/` in it is percent-encoded."""
     if not is_remote(directory):
         return os.path.join(directory, name)
-    return _with_path(directory, f"{urlsplit(directory).path}/{quote(name, safe='')}")
+    return _with_path(directory, f"{urlsplit(directory).path}/{quote(name)}")
 
 
 def split_path(path: str) -> tuple[str, str]:

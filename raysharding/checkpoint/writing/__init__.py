@@ -13,6 +13,7 @@ from raysharding.checkpoint.writing.commit import (
 from raysharding.checkpoint.writing.file_plan import (
     file_names,
     file_order,
+    folders_of,
     make_folder,
     plan_files,
     write_file,

@@ -20,6 +20,7 @@ from typing import Final
 
 from raysharding.checkpoint.format import new_token
 from raysharding.checkpoint.storage import mount_points_below
+from raysharding.checkpoint.writing.file_plan import folders_of, make_parents
 from raysharding.checkpoint.writing.save_files import has_save_name, other_entries
 from raysharding.checkpoint.writing.save_record import own_sidecars
 from raysharding.errors import CheckpointError
@@ -99,7 +100,7 @@ def check_carry(directory: str, staging: str, *, try_links: bool = True) -> list
 def user_entries(directory: str) -> list[str]:
     """Return the entries of a local directory that no save of ours has written or copied, as `other_entries` does."""
     copied = own_sidecars(directory)
-    return [entry for entry in other_entries(directory) if entry not in copied]
+    return [entry for entry in other_entries(directory, folders_of(copied)) if entry not in copied]
 
 
 def carry_over(directory: str, staging: str) -> set[str]:
@@ -131,7 +132,8 @@ def keep_sidecars(directory: str, staging: str) -> None:
     """
     for name in own_sidecars(directory):
         if not os.path.lexists(os.path.join(staging, name)):
-            shutil.copy2(os.path.join(directory, name), staging)
+            make_parents(staging, name)
+            shutil.copy2(os.path.join(directory, name), os.path.join(staging, name))
 
 
 def swap_directories(old: str, directory: str) -> set[str]:
@@ -142,7 +144,7 @@ def swap_directories(old: str, directory: str) -> set[str]:
         directory: The new one.
     """
     swapped = set()
-    for entry in other_entries(old):
+    for entry in user_entries(old):
         source, target = os.path.join(old, entry), os.path.join(directory, entry)
         with suppress(OSError):  # a directory that its user may not write to cannot be moved: the copy stays
             if _is_directory(source) and _is_directory(target) and exchange(source, target):

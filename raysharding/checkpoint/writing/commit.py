@@ -53,6 +53,7 @@ from raysharding.checkpoint.writing.carry_over import (
     sync,
     user_entries,
 )
+from raysharding.checkpoint.writing.file_plan import folders_of
 from raysharding.checkpoint.writing.save_files import save_files
 from raysharding.checkpoint.writing.save_record import own_sidecars
 from raysharding.errors import CheckpointError
@@ -88,7 +89,7 @@ def remove_objects(directory: str) -> None:
     _remove_save(storage, directory)
     for name in (*copied, SAVE_RECORD_NAME):
         storage.remove_file(join_path(directory, name))
-    for folder in (OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
+    for folder in (*reversed(folders_of(copied)), OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
         where = join_path(directory, folder) if folder else directory
         if storage.find(where).kind == "directory" and not storage.list_names(where):
             storage.remove_tree(where)  # a store may keep the marker of an empty directory

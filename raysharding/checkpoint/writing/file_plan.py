@@ -6,6 +6,8 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import PurePosixPath
 
 import torch
 
@@ -84,10 +86,34 @@ def make_folder(directory: str, name: str) -> str:
     return path
 
 
+def make_parents(directory: str, name: str) -> None:
+    """Create the missing folders of a relative path in a directory, which must exist; an object store needs none.
+
+    Raises:
+        CheckpointError: A folder cannot be created.
+    """
+    for folder in [] if is_remote(directory) else folders_of([name]):
+        path = join_path(directory, folder)
+        # Not `makedirs`: of a staging directory that another process removes, no part may come back.
+        with os_errors("cannot make a directory", path), suppress(FileExistsError):
+            os.mkdir(path)
+
+
+def folders_of(names: Iterable[str]) -> list[str]:
+    """Return the folders on the way to these relative paths, each after the one that it is in."""
+    return sorted({str(folder) for name in names for folder in PurePosixPath(name).parents} - {"."})
+
+
 def write_file(directory: str, name: str, data: bytes) -> None:
     """Write one small file, such as config.json, into a staging directory or an object store.
+
+    Args:
+        directory: A path or a normal URI.
+        name: A relative path; missing folders are made.
+        data: The contents.
 
     Raises:
         CheckpointError: The disk is full or failed, or the store cannot be reached.
     """
+    make_parents(directory, name)
     storage_of(directory).put(join_path(directory, name), data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from raysharding.checkpoint.format import (
@@ -30,7 +30,7 @@ _MARKS: Final = {OPTIMIZER_FOLDER: OPTIMIZER_NAME, TRAINING_FOLDER: TRAINING_NAM
 
 def is_save_name(name: str, folder: str = "") -> bool:
     """Return True if a save writes a file of this name into this folder of its directory."""
-    return _FILES[folder].fullmatch(name) is not None
+    return folder in _FILES and _FILES[folder].fullmatch(name) is not None
 
 
 def is_weight_name(name: str) -> bool:
@@ -53,24 +53,28 @@ def save_files(storage: Storage, directory: str) -> list[str]:
     return found
 
 
-def other_entries(directory: str) -> list[str]:
+def other_entries(directory: str, opened: Collection[str] = ()) -> list[str]:
     """Return the entries of a local directory that no save writes, as sorted relative paths; a directory is one entry.
 
     That includes an entry with the name of a save's file and another kind (a directory `config.json`). Symlinks are
     not followed.
+
+    Args:
+        directory: A local path.
+        opened: Relative paths of folders that also hold files of a save: their entries are listed one by one.
     """
-    return sorted(_other_entries(directory, ""))
+    return sorted(_other_entries(directory, "", opened))
 
 
-def _other_entries(directory: str, folder: str) -> Iterator[str]:
-    is_ours = not folder or os.path.lexists(os.path.join(directory, folder, _MARKS[folder]))
+def _other_entries(directory: str, folder: str, opened: Collection[str]) -> Iterator[str]:
+    is_ours = not folder or (folder in _MARKS and os.path.lexists(os.path.join(directory, folder, _MARKS[folder])))
     with os.scandir(os.path.join(directory, folder)) as entries:
         for entry in entries:
-            is_directory = entry.is_dir(follow_symlinks=False)
-            if is_directory and not folder and entry.name in _FILES:
-                yield from _other_entries(directory, entry.name)
+            path, is_directory = os.path.join(folder, entry.name), entry.is_dir(follow_symlinks=False)
+            if is_directory and (path in _FILES or path in opened):
+                yield from _other_entries(directory, path, opened)
             elif is_directory or not (is_ours and is_save_name(entry.name, folder)):
-                yield os.path.join(folder, entry.name)
+                yield path
 
 
 def has_save_name(entry: str) -> bool:

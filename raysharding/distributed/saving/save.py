@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint, SaveRecord
 from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, list_sidecar_files, new_token, read_sidecar
-from raysharding.checkpoint.storage import is_remote, normal_path, storage_of
+from raysharding.checkpoint.storage import is_remote, join_path, normal_path, storage_of
 from raysharding.checkpoint.writing import (
     check_numbered,
     commit_staging,
     create_staging,
+    folders_of,
     is_save_name,
     own_sidecars,
     remove_left_overs,
@@ -421,13 +422,22 @@ copied: ranks that do not see the source built the model without it."""
 def _read_sidecars(destination: Destination) -> dict[str, bytes]:
     """Read the small files to copy, by name; none if rank 0 does not see a local directory.
 
-    A file of the destination that no save copied there, or that was changed since, stays.
+    A file of the destination that no save copied there, or that was changed since, stays; so does a folder without a
+    file that a save copied there.
     """
     directory, path = destination.sidecars, destination.path
     if directory is None or not (is_remote(directory) or os.path.isdir(directory)):
         return {}
     there = storage_of(path).list_names(path) if storage_of(path).find(path).kind == "directory" else []
-    left_out = {*_NOT_COPIED, *(name for name in there if not is_save_name(name))} - own_sidecars(path)
+    copied = own_sidecars(path)
+    own = {*copied, *folders_of(copied), *filter(is_save_name, there)}
+
+    def is_users(name: str) -> bool:
+        first = next((part for part in (*folders_of([name]), name) if part not in own), None)
+        if first is None or "/" not in first:
+            return first in there
+        return storage_of(path).find(join_path(path, first)).kind != "missing"
+
     storage = storage_of(directory)
-    names = [name for name in list_sidecar_files(storage, directory) if name not in left_out]
+    names = [name for name in list_sidecar_files(storage, directory) if name not in _NOT_COPIED and not is_users(name)]
     return {name: read_sidecar(storage, directory, name) for name in names}

@@ -79,6 +79,54 @@ def test_sidecar_files_are_small_files_that_are_no_weights_and_no_code(tmp_path:
     assert checkpoint.directory == str(tmp_path)
 
 
+def test_sidecar_files_lie_in_folders_too(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
+    modules = [{"idx": 0, "path": ""}, {"path": "2_Dense"}, {"path": "3_Router"}, {"path": "../up"}, {"path": 3}, 4]
+    wanted = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"]
+    wanted += ["3_Router/document_0_Dense/pytorch_model.bin", "additional_chat_templates/tool_use.jinja"]
+    wanted += ["a/b/c/deep.txt", "images/loss.png", "linked/config.json"]
+    unwanted = ["2_Dense/modeling.py", "3_Router/.cache/x.json", "a/b/c/d/deeper.txt", "a/model.py", ".git/HEAD"]
+    unwanted += ["checkpoint-500/model.safetensors", "checkpoint-500/config.json", "checkpoint-500/runs/x.txt"]
+    unwanted += ["onnx/model.onnx", "onnx/config.json", "original/consolidated.00.pth", "original/params.json"]
+    unwanted += ["openvino/openvino_model.bin", "openvino/openvino_model.xml", "runs/events.out.tfevents.17.host"]
+    unwanted += ["optimizer/raysharding.optimizer.json", "training/raysharding.training.json", "images/data.parquet"]
+    unwanted += [f"samples/{number}.txt" for number in range(101)] + ["large/half.json", "large/other.json"]
+    (tmp_path.parent / "up").mkdir()
+    (tmp_path.parent / "up" / "config.json").write_text("{}")
+    for name in wanted + unwanted:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    for name in ("large/half.json", "large/other.json"):
+        os.truncate(tmp_path / name, 32 << 20)
+    os.truncate(tmp_path / "2_Dense" / "model.safetensors", 65 << 20)
+    (tmp_path / "linked" / "passwd.txt").symlink_to("/etc/passwd")
+    (tmp_path / "out").symlink_to("/etc")
+    (tmp_path / "again").symlink_to("images")
+    (tmp_path / "images" / "circle").symlink_to("..")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "pipe.json")
+    assert sidecar_files(open_checkpoint(tmp_path)) == tuple(sorted(wanted))
+    for text in ("{", "[[]]", '{"a": 1}', '"x"', "\xff"):
+        (tmp_path / "modules.json").write_text(text)
+        assert sidecar_files(open_checkpoint(tmp_path)) == tuple(
+            sorted(set(wanted) - {wanted[2], wanted[1], wanted[4]})
+        )
+
+
+def test_folders_of_a_snapshot_in_the_cache_are_links_into_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
+    (snapshot / "1_Pooling").mkdir(parents=True)
+    blobs.mkdir()
+    save(blobs / "w", {"a": torch.zeros(1)})
+    (snapshot / "model.safetensors").symlink_to(blobs / "w")
+    (blobs / "p").write_text("{}")
+    (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/p")
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "1_Pooling" / "secret.json").symlink_to("../../../../secret")
+    assert sidecar_files(open_checkpoint(snapshot)) == ("1_Pooling/config.json",)
+
+
 def test_metadata_of_the_files_is_merged_and_the_first_file_decides(tmp_path: Path) -> None:
     write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}}, b"")
     write_raw(tmp_path / "b.safetensors", {"__metadata__": {"by": "b", "more": "b"}, "t": _byte()}, b"x")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raysharding.checkpoint import Checkpoint, FileReader, identify, identify_files, open_checkpoint
-from raysharding.checkpoint.format.index import read_sidecar
+from raysharding.checkpoint.format.sidecars import read_sidecar
 from raysharding.checkpoint.storage import file_system_type, storage_of
 from raysharding.checkpoint.storage.interface import Found
 from raysharding.checkpoint.storage.remote import RemoteFile, connect, cut_views
@@ -46,6 +46,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text('{"model_type": "x", "limit": Infinity}')
     (directory / "tokenizer.json").write_text('{"é": 1}')
     (directory / "modeling.py").write_text("raise SystemExit")
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config é.json").write_text("{}")
+    save_sharded(directory / "checkpoint-5", {"model.safetensors": {"a": torch.zeros(1)}})
     return directory
 
 
@@ -61,13 +64,16 @@ def test_a_directory_an_index_and_a_file_are_what_they_are_locally(local: Path, 
         ]
         assert there.path == s3.uri(key)
         assert there.directory == s3.uri("dir/ckpt")
-        assert sidecar_files(there) == sidecar_files(here) == ("config.json", "tokenizer.json")
+        assert (
+            sidecar_files(there) == sidecar_files(here) == ("1_Pooling/config é.json", "config.json", "tokenizer.json")
+        )
+        assert read_sidecar(storage_of(there.directory), there.directory, "1_Pooling/config é.json") == b"{}"
         assert read_sidecar(storage_of(there.directory), there.directory, "tokenizer.json") == '{"é": 1}'.encode()
         assert there.read_beside("gone.json", 100) is None
         assert Checkpoint.from_json(there.to_json()) == there
         assert identify_files([file.path for file in there.files]) == there.files
         assert identify(there.files[0].path) == there.files[0]
-    for name in ("modeling.py", "../ckpt/config.json", "sub/config.json", INDEX):
+    for name in ("modeling.py", "../ckpt/config.json", "a/../config.json", "/etc/passwd", "a/b.py", INDEX):
         with pytest.raises(CheckpointError, match="is no file that a save copies"):
             read_sidecar(storage_of(there.directory), there.directory, name)
     with pytest.raises(CheckpointError, match="is over the cap of 3 bytes"):

@@ -129,6 +129,27 @@ def test_small_files_that_a_save_copied_are_replaced_until_they_are_changed(tmp_
     assert found["special.json"] == b"first", "the new save has none"
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_folders_that_a_save_copied_are_replaced_and_the_users_files_in_them_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        for module in ("commit", "carry_over"):
+            monkeypatch.setattr(f"raysharding.checkpoint.writing.{module}.exchange", lambda first, second: False)
+    modules = {"modules.json": b'[{"path": "2_Dense"}]'}
+    names = ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/a/b.json", "x/edited.json", "y/kept.json")
+    save_one(tmp_path / "out", 1.0, modules | dict.fromkeys(names, b"first"))
+    mine = {"1_Pooling/notes.txt": b"mine", "x/edited.json": b"mine", "2_Dense/mine/config.json": b"mine"}
+    fill(tmp_path / "out", mine)
+    save_one(tmp_path / "out", 2.0, modules | dict.fromkeys(names[:3], b"second"))
+    found = files_of(tmp_path / "out")
+    assert found.items() >= (mine | dict.fromkeys(names[:3], b"second")).items()
+    assert found["y/kept.json"] == b"first", "the new save has none"
+    fill(tmp_path / "step-1", found | {"raysharding.manifest.json": b"{}"})
+    remove_older(tmp_path / "step-2", 1)
+    assert files_of(tmp_path / "step-1") == mine | {"y/kept.json": b"first"}, "no longer a save's"
+
+
 @pytest.fixture
 def mounted(final: Path) -> Iterator[Path]:
     """Another file system in the directory."""
