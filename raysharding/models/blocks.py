@@ -1,17 +1,17 @@
 """`BlockTensor`: a tensor without data that records the boxes of source tensors that fill it.
 
 transformers' conversion operations run unchanged on a `BlockTensor` (torch dispatches on `__torch_function__`): stack,
-concatenate, chunk, split and reshape only move boxes, so the result is a list of contiguous ranges of the files. Any
-other operation raises `UnsupportedOperationError`; such a conversion must run on real tensors.
+concatenate, chunk, split, transpose and reshape only move boxes, so the result is a list of contiguous ranges of the
+files. Any other operation raises `UnsupportedOperationError`; such a conversion must run on real tensors.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -58,6 +58,10 @@ def row_major_strides(shape: Sequence[int]) -> Shape:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+MAX_RUNS: Final = 1 << 16
+"""Most ranges of one tensor: each costs microseconds and some hundred bytes on every rank."""
+
+
 class BlockTensor:
     """A tensor without data, defined by the sources of its elements.
 
@@ -75,13 +79,9 @@ class BlockTensor:
     @classmethod
     def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BlockTensor:
         """Return a tensor that is one whole source tensor."""
-        return cls._of_range(name, 0, torch.empty(shape, dtype=dtype, device="meta"))
-
-    @classmethod
-    def _of_range(cls, name: str, start: int, meta: torch.Tensor) -> BlockTensor:
-        """Return a tensor that one contiguous range of a source fills, from element `start`."""
-        shape = tuple(meta.shape)
-        return cls(meta, [Block(name, start, (0,) * len(shape), shape, row_major_strides(shape))])
+        sizes = tuple(shape)
+        block = Block(name, 0, (0,) * len(sizes), sizes, row_major_strides(sizes))
+        return cls(torch.empty(sizes, dtype=dtype, device="meta"), [block])
 
     @classmethod
     def __torch_function__(
@@ -180,15 +180,22 @@ class BlockTensor:
             ],
         )
 
+    def transpose(self, first: int, second: int) -> BlockTensor:
+        """Exchange two dims."""
+        meta = self.meta.transpose(first, second)
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self._moved(meta, lambda sizes, _: tuple(sizes[dim] for dim in order))
+
     def reshape(self, *shape: Any) -> BlockTensor:
-        """Reshape as `Tensor.reshape` does, if the tensor is one contiguous range of one source."""
+        """Reshape as `Tensor.reshape` does, if the tensor is not too many contiguous ranges."""
         meta = self.meta.reshape(*shape)
         if meta.shape == self.shape:
             return self
-        runs = self.runs(max_runs=1)
-        if runs is None or len(runs) != 1:
-            raise UnsupportedOperationError("cannot reshape more than one contiguous range")
-        return self._of_range(runs[0].source, runs[0].source_start, meta)
+        runs = self.runs(MAX_RUNS)
+        if runs is None:
+            raise UnsupportedOperationError(f"cannot reshape more than {MAX_RUNS} contiguous ranges")
+        return BlockTensor(meta, [block for run in runs for block in _boxes(run, tuple(meta.shape))])
 
     view = reshape
 
@@ -241,6 +248,22 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
+def _boxes(run: Run, shape: Shape) -> Iterator[Block]:
+    """Cut a range of a flattened tensor into boxes of a shape, the largest that begin where the last one ended."""
+    strides = row_major_strides(shape)
+    if not shape:
+        yield Block(run.source, run.source_start, (), (), ())
+        return
+    at, left = run.target_start, run.num_elements
+    while left:
+        dim = next(dim for dim, stride in enumerate(strides) if at % stride == 0 and left >= stride)
+        start = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
+        count = min(left // strides[dim], shape[dim] - start[dim])
+        size = (*(1,) * dim, count, *shape[dim + 1 :])
+        yield Block(run.source, run.source_start + at - run.target_start, start, size, strides)
+        at, left = at + count * strides[dim], left - count * strides[dim]
+
+
 def _cat(tensors: Sequence[Any], dim: int = 0) -> BlockTensor:
     if not all(isinstance(tensor, BlockTensor) and tensor.dtype == tensors[0].dtype for tensor in tensors):
         raise UnsupportedOperationError("some parts have different dtypes, or hold data")
@@ -272,6 +295,7 @@ _MOVES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.squeeze: BlockTensor.squeeze,
     torch.unsqueeze: BlockTensor.unsqueeze,
     torch.narrow: BlockTensor.narrow,
+    torch.transpose: BlockTensor.transpose,
     torch.reshape: BlockTensor.reshape,
     torch.flatten: BlockTensor.flatten,
 }

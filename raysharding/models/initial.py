@@ -153,27 +153,49 @@ class Initialiser:
         first, second = (self._run(fqn, rule, fill=fill) for fill in (0, 1))
         return first if first is not None and second is not None and torch.equal(first, second) else None
 
-    def _run(self, fqn: str, rule: Rule, fill: float) -> torch.Tensor | None:
+    def _run(self, fqn: str, rule: Rule, fill: float, beside: frozenset[int] = frozenset()) -> torch.Tensor | None:
         target = lookup(self._tree, fqn)
         real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
-        copy = self._copy_with(target, real)
+        copy = self._copy_with(target, real, beside)
+        why, cause = "", None
         try:
             with _seeded(self._seed, fqn), torch.no_grad(), Writes() as writes:
+                drawn = torch.get_rng_state()
                 rule(copy, fqn)
-        except Exception as exc:
-            raise self._unusable_rule(fqn, f"raised {type(exc).__name__}: {exc}") from exc
-        if writes.spoiled(real):
-            raise self._unusable_rule(fqn, "computes it from another tensor's values")
+                drew = not torch.equal(drawn, torch.get_rng_state())
+        except Exception as exc:  # noqa: BLE001 - a rule may be a user's code
+            why, cause = f"raised {type(exc).__name__}: {exc}", exc
+        else:
+            if writes.spoiled(real) or (beside and drew):
+                why = "computes it from another tensor's values"
+        if why and not beside and (beside := self._set_beside(fqn)):
+            return self._run(fqn, rule, fill, beside)
+        if why:
+            raise self._unusable_rule(fqn, why) from cause
         result = lookup(copy, fqn).detach()
         # A rule may replace the tensor by a new one.
         if result.device.type == "meta" or result.shape != real.shape:
             return None
         return result.to(device="cpu", dtype=target.dtype)
 
-    def _copy_with(self, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
-        """Return the stand-in with `real` in place of `target`."""
+    def _set_beside(self, fqn: str) -> frozenset[int]:
+        """Return the ids of buffers that the rule of a float buffer may set first, and then read.
+
+        No checkpoint has them, so that they too are as their rule says; if it leaves one unset, NaNs show it. A rule
+        that draws numbers is refused: each buffer would have others.
+        """
+        owner, target = owner_of(self._tree, fqn), lookup(self._tree, fqn)
+        held = {name: buffer for name, buffer in owner._buffers.items() if name in owner._non_persistent_buffers_set}
+        if not target.is_floating_point() or not any(buffer is target for buffer in held.values()):
+            return frozenset()
+        return frozenset(id(one) for one in held.values() if one is not None and one.is_floating_point()) - {id(target)}
+
+    def _copy_with(self, target: torch.Tensor, real: torch.Tensor, beside: frozenset[int]) -> nn.Module:
+        """Return the stand-in with `real` in place of `target`, and NaNs in place of the tensors `beside` it."""
 
         def placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in beside:
+                return torch.full(tuple(tensor.shape), float("nan"), dtype=tensor.dtype)
             if tensor is not target:
                 return tensor
             return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from raysharding.errors import PlanError
-from raysharding.models.blocks import BlockTensor, Run
+from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
 from raysharding.models.conversion import Conversion, Routing, declared_ties, route
 from raysharding.models.stand_in import clean_name
 
@@ -375,7 +375,7 @@ def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run,
         return (Run(feed.sources[0], 0, 0, num_elements),) if num_elements else ()
     if isinstance(feed.result, torch.Tensor):
         return None
-    most = max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES)
+    most = min(MAX_RUNS, max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
     runs = feed.result.runs(most if feed.conversion is not None else num_elements)  # rows are read one by one
     if runs is not None:
         assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"

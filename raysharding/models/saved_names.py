@@ -8,10 +8,11 @@ is gathered.
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,10 +20,14 @@ from torch import nn
 
 from raysharding.models.adapter_merge import canonical_names
 from raysharding.models.adapters import AdapterNames, all_names
-from raysharding.models.blocks import BlockTensor, Run
+from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
 from raysharding.models.conversion import declared_ties, is_transformers_model
-from raysharding.models.key_mapping import FEW_RUNS, MIN_RUN_BYTES
-from raysharding.models.stand_in import stand_in
+from raysharding.models.stand_in import class_name, stand_in
+
+_MIN_RUN_BYTES: Final = 1024
+"""Mean length of ranges in bytes below which a save keeps the module's own tensors: a row of a small vision tower."""
+_FEW_RUNS: Final = 8192
+"""Number of ranges up to which they may be shorter: a bias whose elements are permuted."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,17 @@ def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor], merged: bo
     ties = declared_ties(module)
     # Of tied names transformers keeps the one that the others are tied to: the base model is found under it.
     names = {fqn: fqn if ties.get(fqn, fqn) in tensors else ties[fqn] for fqn in tensors}
-    reverted = _reverted(module, tensors, names) if is_transformers_model(module) else None
-    return reverted or {names[fqn]: SavedTensor.whole(fqn, tensor) for fqn, tensor in tensors.items()}
+    if is_transformers_model(module):
+        if (reverted := _reverted(module, tensors, names)) is not None:
+            return reverted
+        warnings.warn(
+            f"{class_name(module)}: the save has the module's own names and shapes, because too many ranges, or "
+            "arithmetic, are between these and the ones that save_pretrained writes. transformers opens it; for other "
+            "engines, convert it: open it, set model._weight_conversions = None, and call model.save_pretrained",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {names[fqn]: SavedTensor.whole(fqn, tensor) for fqn, tensor in tensors.items()}
 
 
 def _reverted(
@@ -137,7 +151,7 @@ def _reverted(
     for key, value in found.items():
         if not isinstance(value, BlockTensor):
             return None
-        runs = value.runs(max(FEW_RUNS, value.numel() * value.dtype.itemsize // MIN_RUN_BYTES))
+        runs = value.runs(min(MAX_RUNS, max(_FEW_RUNS, value.numel() * value.dtype.itemsize // _MIN_RUN_BYTES)))
         if runs is None:
             return None
         saved[key] = SavedTensor(value.dtype, tuple(value.shape), runs)

@@ -177,3 +177,29 @@ def test_a_value_does_not_depend_on_what_was_asked_before() -> None:
     assert initialiser.value("w").tolist() == [0, 0]
     assert initialiser.value("inner.w").tolist() == [1, 1]
     assert initialiser.value("w").tolist() == [0, 0]
+
+
+class Angles(nn.Module):
+    """A rule that sets a buffer and computes another one from it, as MusicFlamingo's does."""
+
+    inv_freq: torch.Tensor
+    angles: torch.Tensor
+
+    def __init__(self, persistent: bool = False, draws: bool = False) -> None:
+        super().__init__()
+        self.draws = draws
+        self.register_buffer("inv_freq", torch.empty(3), persistent=persistent)
+        self.register_buffer("angles", torch.empty(3), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.inv_freq.copy_(torch.rand(3) if self.draws else torch.arange(3.0))
+        self.angles.copy_(torch.as_tensor((self.inv_freq * 2).tolist()))
+
+
+def test_a_buffer_may_be_computed_from_one_that_no_checkpoint_has() -> None:
+    with torch.device("meta"):
+        modules = Angles(), Angles(persistent=True), Angles(draws=True)
+    assert Initialiser(modules[0], 0).value("angles").tolist() == [0.0, 2.0, 4.0]
+    for module in modules[1:]:
+        with pytest.raises(PlanError, match="reads no other tensor's values"):
+            Initialiser(module, 0).value("angles")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from raysharding.checkpoint import FileReader, open_checkpoint
@@ -54,6 +55,30 @@ def test_tied_tensors_have_the_name_that_transformers_keeps(name: str, tmp_path:
     assert layout.keys() == open_checkpoint(tmp_path).tensors.keys()
     assert layout.keys() != tensors.keys(), "the module's first names are others"
     assert sorted(run.source for saved in layout.values() for run in saved.runs) == sorted(tensors)
+
+
+def test_a_conversion_that_is_no_ranges_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers opens the save, and writes from it what it would have written."""
+    model = next(iter(tiny_models("Inkling2ForCausalLM")))
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = open_checkpoint(tmp_path / "theirs")
+    assert saved_layout(model, held(model)).keys() == theirs.tensors.keys()
+    for name in ("blocks", "saved_names"):
+        monkeypatch.setattr(f"raysharding.models.{name}.MAX_RUNS", 2)
+    module = build_module(None, theirs, None)
+    with pytest.warns(UserWarning, match=r"Inkling2ForCausalLM: the save has the module's own names.*save_pretrained"):
+        layout = saved_layout(module, held(module))
+    assert layout.keys() == held(module).keys()
+    save_file({key: tensor.contiguous() for key, tensor in held(model).items()}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    opened = type(model).from_pretrained(tmp_path)
+    opened._weight_conversions = None
+    opened.save_pretrained(tmp_path / "again")
+    with FileReader(theirs.files) as one, FileReader(open_checkpoint(tmp_path / "again").files) as other:
+        again = open_checkpoint(tmp_path / "again")
+        assert again.tensors.keys() == theirs.tensors.keys()
+        for key, info in theirs.tensors.items():
+            assert torch.equal(one.read_tensor(info), other.read_tensor(again.tensors[key])), key
 
 
 def test_what_is_no_transformers_model_keeps_its_names() -> None:

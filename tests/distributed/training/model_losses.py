@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -208,7 +208,7 @@ def examine(name: str) -> Iterator[Found]:
             yield Found(case, *compare(model, inputs))
 
 
-def work(names: Sequence[str], path: str) -> None:
+def work(names: Sequence[str], path: str, examine: Callable[[str], Iterator[Found]]) -> None:
     """Examine classes on this rank; rank 0 appends what it finds to a file, a line each."""
     import transformers
 
@@ -238,14 +238,14 @@ def class_names() -> list[str]:
     return [name for name in dir(transformers) if pattern.match(name)]
 
 
-def examine_all(names: Sequence[str]) -> list[Found]:
+def examine_all(names: Sequence[str], examine: Callable[[str], Iterator[Found]] = examine) -> list[Found]:
     """Run the classes on two ranks. A class that kills a rank, or hangs, is passed over."""
     with tempfile.TemporaryDirectory() as folder:
         path, left, found = Path(folder, "found.jsonl"), list(names), dict[str, Found]()
         while left:
             problem, before = "", len(found)
             try:
-                run_ranks(2, work, left[:NUM_CLASSES], str(path), timeout_s=2 * PHASE_S * NUM_CLASSES)
+                run_ranks(2, work, left[:NUM_CLASSES], str(path), examine, timeout_s=2 * PHASE_S * NUM_CLASSES)
             except RanksFailedError as error:
                 problem = str(error)
             lines = path.read_text().splitlines() if path.exists() else []
