@@ -37,8 +37,7 @@ _OURS = {
     "gradient_checkpointing": "activation_checkpointing=True",
     "torch_compile": "compile=True",
     "offload_params": "cpu_offload=True",
-    "bf16": "mixed_precision='bf16'",
-    "fp16": "mixed_precision='fp16'",
+    "bf16 fp16": "mixed_precision='bf16'",
     # transformers' Trainer, Lightning, Keras
     "train_dataset train_data train_dataloader train_dataloaders dataset datasets dataloader": "data",
     "num_train_epochs num_epochs max_epochs n_epochs": "epochs",

@@ -95,7 +95,9 @@ class Sharding:
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.dtype | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
     """`"bf16"`, `"fp16"` or another dtype, as in `Loading.dtype`, or a policy: dtype of the parameters in forward and
-    backward; with a dtype, gradients are reduced in float32. Default: the stored dtype.
+    backward; with a dtype, gradients are reduced in float32. Default: the stored dtype. `train_step` and `fit` refuse
+    float16, in which small gradients are 0 without loss scaling. What transformers keeps in float32 in a model that is
+    loaded in this dtype (Ernie 4.5's routers) computes in its stored dtype.
     As under FSDP1's `mixed_precision`, each BatchNorm keeps its stored dtype: it is a group of its own (one more
     all-gather), its inputs are cast to that dtype and its outputs cast back. Buffers keep their dtype too: FSDP1's
     `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` loses precision for good."""

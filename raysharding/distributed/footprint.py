@@ -29,7 +29,6 @@ from raysharding.distributed.fully_shard import (
     TensorLayout,
     is_offloaded,
     local_tensor,
-    mixed_precision_policy,
     module_tensors,
     tensor_layout,
 )
@@ -47,7 +46,7 @@ from raysharding.distributed.transfer import (
     wire_dtype,
 )
 from raysharding.errors import PlanError
-from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
+from raysharding.models import full_precision_groups, low_dtype, unfreed_groups, whole_parameters
 from raysharding.tree import leaves
 
 Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -100,21 +99,24 @@ def tensor_footprints(module: nn.Module) -> list[TensorFootprint]:
     return [_tensor_footprint(tensor, tensor_layout(fqn, tensor)) for fqn, tensor in module_tensors(module).items()]
 
 
-def planned_tensors(module: nn.Module, sharding: Sharding, num_shards: int) -> list[TensorFootprint]:
+def planned_tensors(
+    module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]], num_shards: int
+) -> list[TensorFootprint]:
     """Return the tensors of a module with the sharding that `shard_module` would apply; the module is not changed.
 
     Args:
         module: The root, on meta.
         sharding: Planned sharding.
+        groups: Result of `wrap_groups`.
         num_shards: Ranks of one replica.
 
     Raises:
         PlanError: `ignored_modules` names a missing module.
     """
-    ignored = ignored_parameters(module, sharding)
+    whole = whole_parameters(module, sharding, groups)
     found = []
     for fqn, tensor in module_tensors(module).items():
-        cut = isinstance(tensor, nn.Parameter) and is_cut(tensor) and tensor not in ignored
+        cut = isinstance(tensor, nn.Parameter) and tensor not in whole
         layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if cut else 0)
         found.append(_tensor_footprint(tensor, layout))
     return found
@@ -384,17 +386,17 @@ def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple
 def _group_bytes(
     module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]]
 ) -> dict[tuple[str, ...], int]:
-    ignored = ignored_parameters(module, sharding)
-    low = mixed_precision_policy(sharding).param_dtype
+    whole = whole_parameters(module, sharding, groups)
+    low, in_full = low_dtype(sharding), full_precision_groups(module, sharding, groups)
     group_of = {name: names for names in groups for name in names}
     owner: dict[str, tuple[str, ...]] = {}
     weights = dict.fromkeys((*groups, ("",)), 0)
     seen: set[nn.Parameter] = set()
     for name, submodule in module.named_modules():
         owner[name] = group_of.get(name, owner[name.rpartition(".")[0]] if name else ("",))
-        dtype = None if stays_in_full_precision(submodule) else low
+        dtype = None if owner[name] in in_full else low
         for parameter in submodule._parameters.values():
-            if parameter is None or parameter in seen or parameter in ignored or not is_cut(parameter):
+            if parameter is None or parameter in seen or parameter in whole:
                 continue
             seen.add(parameter)
             weights[owner[name]] += parameter.numel() * (dtype or parameter.dtype).itemsize

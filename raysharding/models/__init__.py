@@ -14,12 +14,13 @@ from raysharding.models.key_mapping import KeyMap, Target, category, differing_t
 from raysharding.models.saved_names import RunIndex, SavedTensor, saved_layout
 from raysharding.models.stand_in import class_name, clean_name
 from raysharding.models.wrap import (
+    full_precision_groups,
     ignored_modules,
-    ignored_parameters,
     input_and_output,
     is_cut,
-    lowers_precision,
+    low_dtype,
     stays_in_full_precision,
     unfreed_groups,
+    whole_parameters,
     wrap_groups,
 )

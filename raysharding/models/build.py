@@ -21,6 +21,7 @@ from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
 from raysharding.gc_pause import paused_gc
 from raysharding.models.adapters import ADAPTER, Adapted, set_base
+from raysharding.models.conversion import kept_in_float32
 
 if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
@@ -124,7 +125,8 @@ def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dt
         raise PlanError(
             f"{checkpoint.path}: {cls.__name__} cannot be built from config.json: {type(exc).__name__}: {exc}"
         ) from exc
-    _keep_in_float32(module, dtype)
+    for tensor in kept_in_float32(module, dtype):
+        tensor.data = tensor.data.to(torch.float32)
     _set_generation_config(transformers, module, checkpoint)
     return module.eval()  # type: ignore[no-any-return]
 
@@ -338,18 +340,6 @@ def _file_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     """Return the dtype of the first floating tensor in transformers' search order: by file, then by name."""
     floating = [info for info in checkpoint.tensors.values() if info.dtype.is_floating_point]
     return min(floating, key=lambda info: (info.file, info.name)).dtype if floating else None
-
-
-def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
-    """Cast the parameters and persistent buffers that the class keeps in float32 to that dtype."""
-    plan: dict[str, torch.dtype] = module._get_dtype_plan(dtype)
-    if not plan:
-        return
-    kept = re.compile("|".join(f"(?:{glob.replace('*', '.*')})" for glob in plan))
-    persistent = module.state_dict(keep_vars=True)
-    for fqn, tensor in persistent.items():
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and kept.search(fqn):
-            tensor.data = tensor.data.to(torch.float32)
 
 
 # --- from a callable ------------------------------------------------------------------------------------------------

@@ -89,6 +89,22 @@ def is_transformers_model(module: nn.Module) -> bool:
     return "transformers.modeling_utils.PreTrainedModel" in names
 
 
+def kept_in_float32(model: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the parameters and persistent buffers that transformers keeps in float32 when it loads a model in `dtype`.
+
+    Args:
+        model: A `PreTrainedModel`.
+        dtype: A floating dtype; the class names what it keeps under float16, and what under bfloat16.
+    """
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not plan:
+        return []
+    kept = re.compile("|".join(f"(?:{glob.replace('*', '.*')})" for glob in plan))
+    named = model.state_dict(keep_vars=True).items()
+    floating = ((fqn, one) for fqn, one in named if isinstance(one, torch.Tensor) and one.is_floating_point())
+    return [tensor for fqn, tensor in floating if kept.search(fqn)]
+
+
 def route(
     module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
 ) -> Routing:

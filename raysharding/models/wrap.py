@@ -9,6 +9,8 @@ Note: requirements of a group.
 
 `split_by_dtype`: separates trainable parameters of different dtypes, because FSDP2 reduces a group as one tensor.
 
+`whole_parameters`: finds the parameters that no group shards, among them small ones of another dtype than their group.
+
 `ignored_modules`: finds the modules that FSDP ignores, from the names, modules or predicate that the user gave.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -24,7 +26,7 @@ from torch import nn
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
-from raysharding.models.conversion import is_transformers_model
+from raysharding.models.conversion import is_transformers_model, kept_in_float32
 from raysharding.models.stand_in import class_name
 from raysharding.torch_internals import BatchNorm
 
@@ -34,8 +36,72 @@ def is_cut(parameter: nn.Parameter) -> bool:
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
+MAX_WHOLE_BYTES = 1 << 20
+"""Largest parameter that stays whole where its dtype is not its group's: scales, sinks, biases, norms, most routers.
+Groups of their own would cost two messages each a step, and many are read without a call of the module that holds them.
+"""
+
+_Kind = Callable[[nn.Parameter], torch.dtype | None]
+"""The dtype of a parameter that must be equal in a group; `None` if the parameter's does not matter."""
+
+
+def _kinds(root: nn.Module, sharding: Sharding) -> tuple[_Kind, _Kind]:
+    """Return the dtypes by which groups are separated: that of the computation, and that of trained parameters."""
+    low, exact = low_dtype(sharding), set[torch.Tensor]()
+    if low is not None:
+        models = filter(is_transformers_model, root.modules())
+        exact.update(tensor for model in models for tensor in kept_in_float32(model, low))
+
+    def computed(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter in exact else low
+
+    def trained(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter.requires_grad else None
+
+    return computed, trained
+
+
+def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple[str, ...]]) -> set[nn.Parameter]:
+    """Return the parameters that stay whole on every rank. No collective.
+
+    These are those of ignored modules, those of 0 dims or without elements, and small ones of another dtype than their
+    group's.
+
+    Args:
+        root: The root module, before `fully_shard`.
+        sharding: The sharding; `ignored_modules` and `mixed_precision` are read.
+        groups: Result of `wrap_groups`.
+    """
+    found = ignored_parameters(root, sharding)
+    found.update(parameter for parameter in root.parameters() if not is_cut(parameter))
+    members = {name for names in groups for name in names}
+    for kind in _kinds(root, sharding):
+        for names in (*groups, ("",)):
+            held = _held(root, names, members, found, kind)
+            main = _main_dtype(held, kind)
+            for name, parameters in held.items():
+                others = [one for one in parameters.values() if kind(one) != main]
+                found.update(one for one in others if _may_be_whole(root, name, one))
+    return found
+
+
+def _may_be_whole(root: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return True for a small parameter, and for a table that is read without a call, as Voxtral's of sinusoids."""
+    is_table = isinstance(root.get_submodule(name), nn.Embedding) and not parameter.requires_grad
+    return is_table or parameter.nbytes <= MAX_WHOLE_BYTES
+
+
+def _main_dtype(held: Mapping[str, Mapping[str, nn.Parameter]], kind: _Kind) -> torch.dtype | None:
+    """Return the dtype of the most elements; of two equal halves, the narrower one."""
+    num_elements: Counter[torch.dtype] = Counter()
+    for parameter in (one for parameters in held.values() for one in parameters.values()):
+        if (dtype := kind(parameter)) is not None:
+            num_elements[dtype] += parameter.numel()
+    return max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize), default=None)
+
+
 def split_by_dtype(
-    root: nn.Module, groups: Sequence[tuple[str, ...]], ignored: AbstractSet[nn.Parameter] = frozenset()
+    root: nn.Module, groups: Sequence[tuple[str, ...]], ignored: AbstractSet[nn.Parameter], kind: _Kind
 ) -> list[tuple[str, ...]]:
     """Put modules whose parameters have another dtype than their group's into groups of their own.
 
@@ -43,28 +109,31 @@ def split_by_dtype(
         root: The root module.
         groups: Groups that share no parameters; the root's group is implied.
         ignored: Parameters that belong to no group.
+        kind: The dtype that counts.
 
     Returns:
-        The groups, and new groups for the modules split off: T5 in fp16 keeps every `wo` in fp32, for example.
+        The groups, and new groups for the modules split off: T5 in fp16 keeps every `wo` in fp32, for example. Where
+        the parameters of modules inside have the group's dtype, these are split off, too. Small parameters of another
+        dtype are left to `whole_parameters`.
 
     Raises:
-        PlanError: A module directly holds trainable parameters of two dtypes.
+        PlanError: A large parameter of another dtype is in a module with others, or in one that is not called.
     """
     members = {name for names in groups for name in names}
-    result = [part for names in groups for part in _parted(root, names, members, ignored)]
+    result = [part for names in groups for part in _parted(root, names, members, ignored, kind)]
     for names in [*result, ("",)]:
-        result += [(split,) for split in _split(root, names, members, ignored)]
+        result += [(split,) for split in dict.fromkeys(_split(root, names, members, ignored, kind))]
     return result
 
 
 def _parted(
-    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
+    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
 ) -> list[tuple[str, ...]]:
     """Return a group partitioned by dtype if each of its modules has one dtype; otherwise the group unchanged."""
-    parts: dict[torch.dtype, list[str]] = {}
+    parts: dict[torch.dtype | None, list[str]] = {}
     for name in names:
-        owned = _own_parameters(root, name, members, ignored)
-        dtypes = {parameter.dtype for _, parameters in owned for parameter in parameters.values()}
+        held = _held(root, [name], members, ignored, kind)
+        dtypes = {kind(parameter) for parameters in held.values() for parameter in parameters.values()}
         if len(dtypes) != 1:
             return [names]
         parts.setdefault(dtypes.pop(), []).append(name)
@@ -72,48 +141,61 @@ def _parted(
 
 
 def _split(
-    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
+    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
 ) -> Iterator[str]:
     """Yield the modules that must leave a group."""
-    held = dict(item for name in names for item in _own_parameters(root, name, members, ignored))
-    every = {fqn: parameter for parameters in held.values() for fqn, parameter in parameters.items()}
-    num_elements: Counter[torch.dtype] = Counter()
-    for parameter in every.values():
-        num_elements[parameter.dtype] += parameter.numel()
-    if len(num_elements) < 2:
-        return
-    main = max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize))
-    kept = [fqn for fqn, parameter in every.items() if parameter.dtype == main]
+    held = _held(root, names, members, ignored, kind)
+    main = _main_dtype(held, kind)
     for name, parameters in held.items():
-        other = next((fqn for fqn, parameter in parameters.items() if parameter.dtype != main), None)
-        if other is None:
+        others = {fqn: one for fqn, one in parameters.items() if kind(one) != main}
+        large = next((fqn for fqn, one in others.items() if not _may_be_whole(root, name, one)), None)
+        if large is None:
             continue
-        inside = [fqn for fqn in kept if fqn.startswith(f"{name}.")]  # would leave the group together with `name`
-        if name in names or inside:
+        inside = [one for one in held if one.startswith(f"{name}.")]  # would leave the group together with `name`
+        leaving = [name, *(one for one in inside if any(kind(item) == main for item in held[one].values()))]
+        if name in names or len(others) < len(parameters) or not all(_runs_forward(root, one) for one in leaving):
+            every = {fqn: one for parameters in held.values() for fqn, one in parameters.items()}
+            other = next(fqn for fqn, one in every.items() if kind(one) == main)
             raise PlanError(
-                f"{other} is {every[other].dtype} and {(inside or kept)[0]} is {main}, but both would be in one FSDP "
-                "group, which must have one dtype: load with dtype=torch.float32 (or another that the model keeps "
-                "throughout), or freeze one"
+                f"{large} is {kind(every[large])} and {other} is {main}, but both would be in one FSDP group, which "
+                "must have one dtype: load with dtype=torch.float32 (or another that the model keeps throughout) and "
+                "without mixed_precision, or freeze one"
             )
-        yield name
+        yield from leaving
+
+
+def _runs_forward(root: nn.Module, name: str) -> bool:
+    """Return True if a module is called, so that hooks of its forward can gather its parameters."""
+    module, parent = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
+    # MultiheadAttention reads the weight of its out_proj without a call of out_proj.
+    if name == "" or isinstance(parent, nn.MultiheadAttention) or type(module).forward is nn.Module.forward:
+        return False
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+
+
+def _held(
+    root: nn.Module, names: Iterable[str], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
+) -> dict[str, dict[str, nn.Parameter]]:
+    """Return module name → FQN → parameter, of the parameters of a group for which `kind` has a dtype."""
+    return dict(item for name in names for item in _own_parameters(root, name, members, ignored, kind))
 
 
 def _own_parameters(
-    root: nn.Module, name: str, members: set[str], ignored: AbstractSet[nn.Parameter]
+    root: nn.Module, name: str, members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
 ) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yield (module name, FQN → trainable parameter that the module holds directly), without inner groups."""
+    """Yield (module name, FQN → such a parameter that the module holds directly), without inner groups."""
     module = root.get_submodule(name)
     dot = f"{name}." if name else ""
     parameters = {
         dot + key: parameter
         for key, parameter in module._parameters.items()
-        if parameter is not None and is_cut(parameter) and parameter.requires_grad and parameter not in ignored
+        if parameter is not None and is_cut(parameter) and kind(parameter) and parameter not in ignored
     }
     if parameters:
         yield name, parameters
     for child, _ in module.named_children():
         if dot + child not in members:
-            yield from _own_parameters(root, dot + child, members, ignored)
+            yield from _own_parameters(root, dot + child, members, ignored, kind)
 
 
 def ignored_modules(root: nn.Module, sharding: Sharding) -> set[nn.Module]:
@@ -189,7 +271,8 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
         seen.update(group)
         groups += [group] if group else []
     groups = _settle_shared(tree, groups)
-    groups = split_by_dtype(module, groups, tree.ignored)
+    for kind in _kinds(module, sharding):
+        groups = split_by_dtype(module, groups, tree.ignored, kind)
     order = {name: index for index, name in enumerate(tree.modules)}
     # A module must be sharded before the module that contains it.
     groups.sort(key=lambda names: (-max(name.count(".") for name in names), order[names[0]]))
@@ -213,10 +296,35 @@ def unfreed_groups(module: nn.Module, sharding: Sharding, groups: Iterable[tuple
     return {names for names in groups if all(plan.get(_with_wildcards(name)) == "keep_full_weight" for name in names)}
 
 
-def lowers_precision(sharding: Sharding) -> bool:
-    """Return True if groups compute in another dtype than the stored dtype."""
+def low_dtype(sharding: Sharding) -> torch.dtype | None:
+    """Return the dtype that groups compute in, if it is another than the stored dtype."""
     policy = sharding.mixed_precision
-    return isinstance(policy, torch.dtype) or getattr(policy, "param_dtype", None) is not None
+    return policy if isinstance(policy, torch.dtype) else getattr(policy, "param_dtype", None)
+
+
+def full_precision_groups(
+    module: nn.Module, sharding: Sharding, groups: Iterable[tuple[str, ...]]
+) -> set[tuple[str, ...]]:
+    """Return the groups that compute in their stored dtype under mixed precision.
+
+    These hold BatchNorm, or what transformers keeps in float32, as Ernie 4.5's routers.
+
+    Args:
+        module: The root module, before `fully_shard`.
+        sharding: The sharding; `mixed_precision` is read.
+        groups: Result of `wrap_groups`; the root's group, under `("",)`, is implied.
+    """
+    low, members = low_dtype(sharding), {name for names in groups for name in names}
+    if low is None:
+        return set()
+    kind, _ = _kinds(module, sharding)
+    ignored = ignored_parameters(module, sharding)
+    return {
+        names
+        for names in (*groups, ("",))
+        if all(stays_in_full_precision(module.get_submodule(name)) for name in names)
+        or _main_dtype(_held(module, names, members, ignored, kind), kind) not in (None, low)
+    }
 
 
 def stays_in_full_precision(module: nn.Module) -> bool:
@@ -240,15 +348,8 @@ class _Tree:
 
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names whose modules run their own forward and have a parameter to shard."""
-        return tuple(name for name in dict.fromkeys(names) if name in self.modules and self._runs_forward(name))
-
-    def _runs_forward(self, name: str) -> bool:
-        module, parent = self.modules[name], self.modules[name.rpartition(".")[0]]
-        # MultiheadAttention reads the weight of its out_proj without a call of out_proj.
-        if name == "" or isinstance(parent, nn.MultiheadAttention) or type(module).forward is nn.Module.forward:
-            return False
-        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        return not isinstance(module, containers) and any(map(self.is_cut, module.parameters()))
+        known = (name for name in dict.fromkeys(names) if name in self.modules and _runs_forward(self.root, name))
+        return tuple(name for name in known if any(map(self.is_cut, self.modules[name].parameters())))
 
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Return True if FSDP2 shards this parameter and it is not ignored."""
@@ -278,7 +379,7 @@ def _candidates(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
 
 def _in_full_precision(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
     """Return the modules that must not share a group with modules that compute in low precision."""
-    if not lowers_precision(sharding):
+    if low_dtype(sharding) is None:
         return []
     return [(name,) for name, module in tree.modules.items() if stays_in_full_precision(module)]
 

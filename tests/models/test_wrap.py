@@ -101,7 +101,10 @@ def test_what_ends_the_forward_is_kept_for_backward_where_the_plan_says_so(
     assert unfreed_groups(model, sharding, wrap_groups(model, sharding)) == expected
 
 
-def test_modules_kept_in_float32_get_groups_of_their_own(mesh: DeviceMesh) -> None:
+def test_large_modules_kept_in_float32_get_groups_of_their_own(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysharding.models.wrap.MAX_WHOLE_BYTES", 0)  # all count as large
     model = ARCHITECTURES["t5"].make(torch.float16)
     for fqn, parameter in model.named_parameters():
         if "wo." in fqn:
@@ -219,7 +222,8 @@ def test_parameters_that_are_not_cut_count_for_nothing() -> None:
     assert wrap_groups(hollow, Sharding(wrap=["Linear"])) == (("1",),)
 
 
-def test_another_dtype_is_split_off_or_named() -> None:
+def test_another_dtype_is_split_off_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysharding.models.wrap.MAX_WHOLE_BYTES", 0)  # all count as large
     stack = Stack()
     stack.blocks[1].one.double()
     # Of two equal halves the one in the wider dtype leaves.
@@ -231,3 +235,25 @@ def test_another_dtype_is_split_off_or_named() -> None:
     for parameter in stack.parameters():
         parameter.requires_grad = parameter.dtype == torch.float32
     assert wrap_groups(stack, Sharding()) == ((B0,), (B1,), (B2,))
+
+
+def test_a_module_with_modules_of_another_dtype_gets_a_group_with_theirs_beside_it() -> None:
+    """A large table of its own in the wider dtype; what is called in it leaves, and the table does."""
+
+    class Scaled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(1 << 16, 4, dtype=torch.float64))
+            self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value) * (self.table[:1] * self.scale).float()
+
+    stack = Stack()
+    stack.blocks[1].two = Scaled()
+    stack.blocks[1].one = nn.Linear(4, 1 << 16)  # most elements of the block are of the narrow dtype
+    inner = [("blocks.1.two.one",), ("blocks.1.two.two",), ("blocks.1.two",)]
+    assert wrap_groups(stack, Sharding()) == (*inner, (B0,), (B1,), (B2,))
+    stack.blocks[1].two.register_parameter("bias", nn.Parameter(torch.ones(4)))
+    with pytest.raises(PlanError, match=r"two\.table is torch\.float64 and blocks\.1\.\S+ is torch\.float32, but"):
+        wrap_groups(stack, Sharding())

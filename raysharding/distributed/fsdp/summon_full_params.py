@@ -24,6 +24,7 @@ from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.fully_shard import (
     by_mesh,
     fsdp_modules,
+    kept_whole,
     loadable,
     local_tensor,
     message_device,
@@ -56,7 +57,8 @@ def summon_full_params(
 
     As FSDP1's `FullyShardedDataParallel.summon_full_params`. The full parameters are plain `nn.Parameter`s under the
     module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. The
-    full parameters are copies, also of 0-dim parameters, which FSDP2 does not cut. Buffers do not change.
+    full parameters are copies, also of those that are not sharded (0-dim, or of another dtype than their group's).
+    Buffers do not change.
     Inside, `state_dict()` and `load_state_dict()` are those of an unsharded module; a forward or backward is a
     RuntimeError.
 
@@ -188,7 +190,7 @@ class _Param:
     places: list[tuple[nn.Module, str]]
     """Every (owner, name in the owner) under which it is registered: several where it is tied."""
     sharded: nn.Parameter
-    """What is registered outside: a DTensor, or a 0-dim parameter."""
+    """What is registered outside: a DTensor, or a parameter that FSDP2 does not cut."""
     full: nn.Parameter | None = None
     """Full shape; `None` on a rank that gets none."""
 
@@ -218,8 +220,9 @@ def _select(module: nn.Module, recurse: bool) -> list[_Param]:
     found: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
-            # A plain parameter with rows is one that the user keeps out of FSDP.
-            if parameter is not None and (isinstance(parameter, DTensor) or not is_cut(parameter)):
+            # The other plain parameters are those of ignored modules, which the user keeps out of FSDP.
+            is_whole = parameter is not None and (not is_cut(parameter) or leaf in kept_whole.get(submodule, ()))
+            if parameter is not None and (is_whole or isinstance(parameter, DTensor)):
                 found.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
     return list(found.values())
 

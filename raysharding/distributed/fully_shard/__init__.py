@@ -19,6 +19,7 @@ from raysharding.distributed.fully_shard.internals import (
     is_not_gathered,
     is_offloaded,
     kept_gathered,
+    kept_whole,
     loadable,
     mark_offloaded,
     parameter_groups,
@@ -27,6 +28,7 @@ from raysharding.distributed.fully_shard.internals import (
     reshard,
     roots_before_blocks,
     tell_fsdp,
+    training_dtypes,
 )
 from raysharding.distributed.fully_shard.layout import (
     ShardMap,

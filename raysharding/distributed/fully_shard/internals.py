@@ -66,6 +66,15 @@ def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
     return [item for group in fsdp_groups(module) for item in _parameters_of(group)]
 
 
+def training_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes that FSDP groups with trained parameters, and other trained parameters, compute in."""
+    found = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    for group in fsdp_groups(module):
+        if any(item.sharded_param.requires_grad for item in group.fsdp_params):
+            found |= {group.mp_policy.param_dtype or item.sharded_param.dtype for item in group.fsdp_params}
+    return found
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return True if a module or a submodule has an FSDP group. Not collective."""
     return bool(fsdp_groups(module))
@@ -371,6 +380,9 @@ def mark_offloaded(root: nn.Module) -> None:
     """Record that the shards of a root are in host memory, if the root was not sharded by `shard_module`."""
     offloaded.add(unwrapped(root))
 
+
+kept_whole: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Module → names of its own parameters that `shard_module` left whole, but for ignored modules."""
 
 summoned: WeakSet[nn.Module] = WeakSet()
 """FSDP modules inside `summon_full_params`, whose full parameters are registered (`rank0_only`: on rank 0)."""

@@ -110,6 +110,30 @@ def warn_once(message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=4)
 
 
+_UNCAST = ("position_embeddings",)
+"""Arguments of transformers' layers whose dtype the model chooses: Ernie 4.5 rotates by cosines in fp32."""
+
+
+def cast_inputs_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make a forward cast its floating inputs first, as FSDP2 does, but for `_UNCAST`; each rank alone.
+
+    Args:
+        module: A module of an FSDP group.
+        dtype: The dtype that the group computes in.
+    """
+
+    def cast(_: str, leaf: Any) -> Any:
+        return leaf.to(dtype) if _is_floating(leaf) else leaf
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        others = {key: value for key, value in kwargs.items() if key not in _UNCAST}
+        if all(leaf.dtype == dtype for _, leaf in leaves((args, others)) if _is_floating(leaf)):
+            return args, kwargs
+        return map_leaves(cast, args), kwargs | map_leaves(cast, others)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
 def keep_full_precision(module: nn.Module) -> None:
     """Cast a module's floating inputs to the dtype it is stored in, and its outputs back; each rank alone.
 

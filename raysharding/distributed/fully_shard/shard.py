@@ -20,7 +20,8 @@ Note: FSDP1's constructor, argument by argument.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from raysharding.distributed.fully_shard.gradients import (
 from raysharding.distributed.fully_shard.internals import (
     follow_requires_grad,
     gather_behind_views,
+    kept_whole,
     offloaded,
     reshard,
     summoned,
@@ -47,6 +49,7 @@ from raysharding.distributed.fully_shard.internals import (
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_hooks import (
+    cast_inputs_before_forward,
     compile_blocks,
     keep_full_precision,
     move_inputs_before_forward,
@@ -55,12 +58,13 @@ from raysharding.distributed.fully_shard.module_hooks import (
 from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 from raysharding.errors import PlanError
 from raysharding.models import (
+    full_precision_groups,
     ignored_modules,
-    is_cut,
-    lowers_precision,
+    low_dtype,
     make_contiguous,
     stays_in_full_precision,
     unfreed_groups,
+    whole_parameters,
     wrap_groups,
 )
 
@@ -77,11 +81,11 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     """Shard a module over a mesh with FSDP2, in place; every rank calls this with the same module and mesh.
 
     Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first; all other parameters are in the root's
-    group. 0-dim parameters, empty parameters and those of ignored modules stay plain tensors on every rank; their
-    gradients are averaged over all ranks at the end of every backward. A forward moves its inputs to the device of the
-    mesh. The first forward compares sharded and averaged parameters over the ranks; a difference is a PlanError on
-    every rank. On meta nothing is allocated unless `param_init_fn` or `sync_module_states` needs values. The table
-    above maps the arguments of FSDP1's constructor.
+    group. 0-dim parameters, empty ones, small ones of another dtype than their module's others, and those of ignored
+    modules stay plain tensors on every rank; their gradients are averaged over all ranks at the end of every backward.
+    A forward moves its inputs to the device of the mesh. The first forward compares sharded and averaged parameters
+    over the ranks; a difference is a PlanError on every rank. On meta nothing is allocated unless `param_init_fn` or
+    `sync_module_states` needs values. The table above maps the arguments of FSDP1's constructor.
 
     Args:
         module: The root module or a `DistModule`, on meta or real; a real module is moved to the device of the mesh.
@@ -121,6 +125,8 @@ def shard_groups(
     _require_unsharded(module, groups)
     device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)
+    in_full = full_precision_groups(module, sharding, groups)
+    whole = _whole_slots(module, whole_parameters(module, sharding, groups))
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
     checkpoint_activations(module, groups, sharding, device)
@@ -131,20 +137,26 @@ def shard_groups(
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(device))
         offloaded.add(module)
-    kept = _kept_whole(module, ignored)
+    for submodule, name in whole:
+        if submodule not in ignored:
+            kept_whole.setdefault(submodule, set()).add(name)
+    kept = _parameters_in(whole)
     for names in (*groups, ("",)):
         members = [module.get_submodule(name) for name in names]
         if values is not None:
             values.settle(members, kept)
-            kept = _kept_whole(module, ignored)
-        in_full = all(map(stays_in_full_precision, members))
-        policy = MixedPrecisionPolicy() if in_full else mixed_precision_policy(sharding)
+            kept = _parameters_in(whole)  # others now
+        policy = MixedPrecisionPolicy() if names in in_full else mixed_precision_policy(sharding)
+        if names != ("",) and (dtype := policy.param_dtype) is not None and policy.cast_forward_inputs:
+            policy = replace(policy, cast_forward_inputs=False)
+            for member in members:
+                cast_inputs_before_forward(member, dtype)
         options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
     follow_requires_grad(module)
     gather_behind_views(module)
-    if lowers_precision(sharding):
+    if low_dtype(sharding) is not None:
         _keep_full_precision(module)
     if sharding.keep_low_precision_grads:
         keep_low_precision_grads(module)
@@ -168,17 +180,19 @@ def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> 
         )
 
 
-def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters that no group includes.
+def _whole_slots(module: nn.Module, parameters: Container[nn.Parameter]) -> list[tuple[nn.Module, str]]:
+    """Return (owner, name in the owner) of each of these parameters."""
+    return [
+        (submodule, name)
+        for submodule in module.modules()
+        for name, parameter in submodule._parameters.items()
+        if parameter is not None and parameter in parameters
+    ]
 
-    fully_shard raises for 0-dim parameters, and fails in the backward of empty ones.
-    """
-    inside = {parameter for submodule in ignored for parameter in submodule._parameters.values()}
-    return {
-        parameter
-        for parameter in module.parameters()
-        if not isinstance(parameter, DTensor) and (parameter in inside or not is_cut(parameter))
-    }
+
+def _parameters_in(slots: Iterable[tuple[nn.Module, str]]) -> set[nn.Parameter]:
+    found = (submodule._parameters[name] for submodule, name in slots)
+    return {parameter for parameter in found if parameter is not None}
 
 
 def _keep_full_precision(module: nn.Module) -> None:

@@ -30,6 +30,7 @@ from raysharding.distributed.fully_shard import (
     recovering,
     reshard,
     scale_gradients,
+    training_dtypes,
     unwrapped,
     warn_once,
     without_trace,
@@ -326,6 +327,7 @@ def _run_pass(
     with recovering(module), module_mode(module, training=training):
         if not done.num_passes:
             reshard(module)  # gradients belong to the shards
+            _refuse_float16(module)
         found = loss_of_batch(module, batch, loss)
         if later and not done.num_passes and found.has_several_counts:
             done.counts = found.counts + _counts_of(module, later, loss)
@@ -338,6 +340,19 @@ def _run_pass(
         value = done.add(found, is_reduced=sync, may_be_empty=may_be_empty)
         done.check_ratio()
     return value
+
+
+def _refuse_float16(module: nn.Module) -> None:
+    """Raise if gradients would be computed in float16, where small ones are 0 without loss scaling; not collective.
+
+    Raises:
+        ValueError: On every rank: parameters that are trained, or are in an FSDP group with them, compute in float16.
+    """
+    if torch.float16 in training_dtypes(module):
+        raise ValueError(
+            f"{class_name(module)} would be trained in float16: without loss scaling, gradients below 6e-8 are 0. Load "
+            'with Loading(dtype="float32") and compute with Sharding(mixed_precision="bf16"), or without it'
+        )
 
 
 def _check_gradients(module: nn.Module) -> None:

@@ -241,9 +241,10 @@ def _ranks(
     spec: GroupSpec, opened: Checkpoint, module: nn.Module, device_type: str, placed: Sequence[str], world_size: int
 ) -> list[RankPlan]:
     num_shards = world_size // spec.sharding.replicate_size
-    tensors = planned_tensors(module, spec.sharding, num_shards)
+    groups = wrap_groups(module, spec.sharding)
+    tensors = planned_tensors(module, spec.sharding, groups, num_shards)
     held = footprints(tensors, range(num_shards), spec.optimizer)
-    gathered = gathered_bytes(module, spec.sharding, wrap_groups(module, spec.sharding))
+    gathered = gathered_bytes(module, spec.sharding, groups)
     ranks = []
     offload = spec.sharding.cpu_offload
     # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.

@@ -1,0 +1,326 @@
+"""Parameters of another dtype than their module's others: trained, saved and computed as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from raysharding.batch import Split, deal
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading, Sharding
+from raysharding.distributed import (
+    clip_grad_norm_,
+    init_mesh,
+    load_checkpoint,
+    load_optimizer_state,
+    merge_fsdp_weights,
+    reshard,
+    save_checkpoint,
+    shard_module,
+    train_step,
+)
+from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type, summon_full_params
+from raysharding.models import build_module, full_precision_groups, wrap_groups
+from tests.distributed.fully_shard.sharding_models import full
+from tests.grid import world_sizes
+from tests.models.tiny import tiny_models
+from tests.models.tiny_batches import tiny_batches
+from tests.spawn import device_type, run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+NUM_ROWS = 6
+WHOLE = {"blocks.0.sinks", "blocks.1.sinks", "gate.scale", "tables.0"}
+
+
+class Block(nn.Module):
+    """Keeps a parameter in another dtype beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.linspace(0.5, 1.5, 5, dtype=torch.float64))
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up((x * self.sinks).float())))
+
+
+class Gate(nn.Module):
+    """A leaf with two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight * self.scale).float()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gate = Gate()
+        self.tables = nn.ParameterList([torch.ones(3, 5, dtype=torch.float64)])  # is not called
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.gate(x) + self.tables[0].sum(0).float())
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(NUM_ROWS, 5, generator=torch.Generator().manual_seed(1))
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean(dim=1).mean()
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+def sharded() -> Any:
+    return shard_module(Model(), init_mesh(device_type()), Sharding(wrap=["Block"]))
+
+
+def require_same(module: nn.Module, twin: nn.Module) -> None:
+    reshard(module)
+    expected = dict(twin.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == expected[name].dtype, name
+        assert torch.allclose(full(parameter), expected[name], rtol=1e-5, atol=1e-6), name
+
+
+def equals_one_process(root: Path) -> None:
+    module, twin = sharded(), Model()
+    whole = {name for name, one in module.named_parameters() if not isinstance(one, DTensor)}
+    assert whole == WHOLE
+    optimizer, other = adamw(module), adamw(twin)
+    batch = deal((Split(rows()),), {}, dist.get_world_size())[dist.get_rank()]
+    for _ in range(3):
+        found = train_step(module, optimizer, batch, loss=square, max_grad_norm=0.5)
+        other.zero_grad()
+        loss = square(twin(rows()))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        other.step()
+        assert found == pytest.approx({"loss": float(loss.detach()), "grad_norm": float(norm)}, rel=1e-5)
+    require_same(module, twin)
+    for name in WHOLE:  # bit for bit the same on every rank, or they drift apart
+        values = [torch.empty_like(twin.get_parameter(name)) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, module.get_parameter(name).detach())
+        assert all(torch.equal(value, values[0]) for value in values), name
+    states_hold_them(module, optimizer, root)
+    save_checkpoint(module, root / str(dist.get_world_size()), optimizer=optimizer)
+    changes_of_rank_0_reach_all(module)
+
+
+def states_hold_them(module: Any, optimizer: torch.optim.Optimizer, root: Path) -> None:
+    """Once, in full: in the optimizer's full state and in torch's sharded checkpoint, merged."""
+    state = full_optim_state_dict(module, optimizer)
+    folder = root / f"dcp-{dist.get_world_size()}"
+    with state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        save({"model": module.state_dict()}, checkpoint_id=folder)
+    merge_fsdp_weights(folder, folder)
+    if dist.get_rank() == 0:
+        with safe_open(folder / "model.safetensors", "pt") as merged:
+            for name in WHOLE:
+                value = module.get_parameter(name)
+                assert state["state"][name]["exp_avg"].shape == value.shape
+                assert torch.equal(merged.get_tensor(name), value), name
+
+
+def changes_of_rank_0_reach_all(module: Any) -> None:
+    before = {name: module.get_parameter(name).detach().clone() for name in WHOLE}
+    with summon_full_params(module, rank0_only=True, writeback=True):
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                for name in WHOLE:
+                    module.get_parameter(name).mul_(2)
+    for name in WHOLE:
+        assert torch.equal(module.get_parameter(name), before[name] * 2), name
+
+
+def loads_what_others_saved(root: Path, saved_by: int) -> None:
+    """Weights and moments, sharded or whole, from another number of ranks; and continues as they would."""
+    module, twin = sharded(), sharded()
+    batch = deal((Split(rows()),), {}, dist.get_world_size())[dist.get_rank()]
+    optimizer, other = adamw(module), adamw(twin)
+    for _ in range(3):
+        train_step(twin, other, batch, loss=square, max_grad_norm=0.5)
+    load_checkpoint(module, open_checkpoint(root / str(saved_by)))
+    load_optimizer_state(module, optimizer, root / str(saved_by))
+    for each, its in ((module, optimizer), (twin, other)):
+        train_step(each, its, batch, loss=square)
+    for name, parameter in twin.named_parameters():
+        assert torch.allclose(full(module.get_parameter(name)), full(parameter), rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, full=(2,)))
+def test_small_parameters_of_another_dtype_stay_whole(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, equals_one_process, tmp_path)
+    run_ranks(2, loads_what_others_saved, tmp_path, world_size)
+
+
+def bf16_equals_one_process(name: str, path: Path) -> None:
+    """Every rank has all rows, so that averages are exact; two steps, clipped, and the save."""
+    import transformers
+
+    module: Any = build_module(None, open_checkpoint(path), torch.bfloat16)
+    shard_module(module, init_mesh("cpu"))
+    load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
+    twin = getattr(transformers, name).from_pretrained(path, dtype=torch.bfloat16).eval()
+    batch = batch_for(twin)
+    optimizer, other = adamw(module), adamw(twin)
+    for _ in range(2):
+        losses = [loss_of(each, batch) for each in (module.eval(), twin)]
+        assert torch.equal(*losses), losses
+        for loss in losses:
+            loss.backward()
+        clip_grad_norm_(module, 1.0)
+        grads = [parameter.grad for parameter in twin.parameters() if parameter.grad is not None]
+        norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
+        torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))  # torch's own rounds the norm to bf16
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    reshard(module)
+    expected = dict(twin.named_parameters())
+    for fqn, parameter in module.named_parameters():
+        assert parameter.dtype == expected[fqn].dtype, fqn
+        assert torch.allclose(full(parameter), expected[fqn], rtol=1e-5, atol=1e-6), fqn
+    save_checkpoint(module, path / "ours")
+    if dist.get_rank() == 0:
+        twin.save_pretrained(path / "theirs")
+        ours, theirs = (open_checkpoint(path / folder).tensors for folder in ("ours", "theirs"))
+        assert {key: one.dtype for key, one in ours.items()} == {key: one.dtype for key, one in theirs.items()}
+
+
+def batch_for(model: Any) -> dict[str, Any]:
+    batch = next(tiny_batches(model))
+    return {key: one.bfloat16() if torch.is_floating_point(one) else one for key, one in batch.items()}
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(0)  # Wav2Vec2's quantizer draws
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+KINDS = {
+    "FlintForCausalLM": "sinks, beside layers",
+    "InklingForCausalLM": "a scale in a leaf, and convolutions that are read without a call",
+    "OlmoHybridForCausalLM": "A_log, beside a parameter of the same module",
+    "Wav2Vec2ForPreTraining": "a codebook",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_models_that_keep_parameters_in_float32_train_in_bf16(name: str, tmp_path: Path) -> None:
+    model = next(iter(tiny_models(name)))
+    if hasattr(model.config, "conv_dim"):
+        model.config.conv_dim = [8] * len(model.config.conv_dim)  # a CPU takes a minute for those of 512 channels
+        model = type(model)(model.config)
+    model.save_pretrained(tmp_path)
+    run_ranks(2, bf16_equals_one_process, name, tmp_path)
+
+
+def experts_of(model: nn.Module, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the experts that each router chooses, and the logits."""
+    found: list[torch.Tensor] = []
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    for gate in gates:
+        gate.register_forward_hook(lambda _, args, output: found.append(output[-1]))
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids).logits
+    assert gates
+    assert len(found) == len(gates)
+    return found, logits
+
+
+def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from raysharding.models import wrap
+
+    wrap.MAX_WHOLE_BYTES = max_whole_bytes
+    sharding, opened = Sharding(mixed_precision="bf16"), open_checkpoint(path)
+    module: Any = build_module(None, opened, None)
+    groups = wrap_groups(module, sharding)
+    assert any(full_precision_groups(module, sharding, groups)) == (max_whole_bytes == 0)
+    shard_module(module, init_mesh("cpu"), sharding)
+    load_checkpoint(module, opened)
+    one = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    ids = torch.randint(3, 60, (8, 24), generator=torch.Generator().manual_seed(3))
+    (found, logits), (expected, others) = (experts_of(model.eval(), ids) for model in (module, one))
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert torch.equal(logits, others)
+    module.train()(input_ids=ids, labels=ids).loss.backward()
+    reshard(module)
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+@pytest.mark.parametrize("max_whole_bytes", [1 << 20, 0], ids=["whole", "groups"])
+def test_mixed_precision_keeps_what_transformers_keeps_in_float32(max_whole_bytes: int, tmp_path: Path) -> None:
+    model = next(iter(tiny_models("Ernie4_5_MoeForCausalLM")))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    run_ranks(2, routes_as_one_process, tmp_path, max_whole_bytes)
+
+
+class Tower(nn.Module):
+    """A part that is often frozen, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(5, 5)
+        self.adapter = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.tower(x.to(self.tower.weight.dtype)).float() + self.adapter(x.float()))
+        return out
+
+
+def refuses_to_train_in_float16() -> None:
+    batch = deal((Split(rows()),), {}, 1)[0]
+
+    def step(module: Any, **fields: Any) -> dict[str, float]:
+        shard_module(module, init_mesh(device_type()), Sharding(**fields))
+        optimizer = adamw(module)
+        with torch.no_grad():
+            module(rows())  # inference is allowed
+        return train_step(module, optimizer, batch, loss=square)
+
+    half, frozen, apart = nn.Sequential(nn.Linear(5, 1).half()), Tower(), Tower()
+    for one in (frozen, apart):
+        one.tower.half().requires_grad_(False)
+    half.register_forward_pre_hook(lambda _, args: (args[0].half(),))
+    cases: list[Any] = [(nn.Linear(5, 1), {"mixed_precision": "fp16"}), (half, {}), (frozen, {"wrap": "none"})]
+    for module, fields in cases:
+        with pytest.raises(ValueError, match=r"loss scaling.*Sharding\(mixed_precision=\"bf16\"\)"):
+            step(module, **fields)
+    step(apart, wrap=["Linear"])  # no gradient goes through it
+
+
+def test_training_in_float16_is_refused() -> None:
+    run_ranks(1, refuses_to_train_in_float16)
