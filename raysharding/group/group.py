@@ -17,7 +17,7 @@ from torch import nn
 from raysharding.arguments import check_int, check_names, with_hints
 from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
-from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.config import Loading, Placement, Sharding, Timeouts, floating_dtype
 from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
@@ -997,6 +997,7 @@ class ShardedModelGroup:
         overwrite: bool = False,
         optimizer: bool = True,
         keep_last: int | None = None,
+        dtype: str | torch.dtype | None = None,
         async_save: bool = False,
     ) -> Call[SaveReport | None]:
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
@@ -1014,6 +1015,10 @@ class ShardedModelGroup:
                 restart does not go back to a save without the optimizer's state.
             keep_last: Number of saves to keep, including this one, among the saves beside it whose names differ only in
                 the last number (`step-100`); older ones are removed, except for files that no save wrote. Default: all.
+            dtype: Export in this dtype, such as `"bfloat16"`: floating tensors are cast while they are written, except
+                those that transformers keeps in float32, and config.json names it. Not with an optimizer's state, which
+                would continue from rounded weights: also pass `optimizer=False`. A restart does not go back to such a
+                save. Default: the stored dtypes.
             async_save: Return as soon as each rank has copied its shards to host memory, and write in the background:
                 training may continue during the write. One save is written at a time; the next save waits for it. The
                 next call of the group raises the save's failure, once, with failures of other saves as notes.
@@ -1023,13 +1028,15 @@ class ShardedModelGroup:
             A `SaveReport`; `None` for a background save.
 
         Raises:
-            ValueError: `keep_last` is invalid.
+            ValueError: `keep_last` or `dtype` is invalid, or there is a `dtype` and an optimizer's state to save.
             CheckpointError: The directory exists, is a mount point, holds files that no save could carry over (the
                 error lists them), or cannot be written.
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
-        is_origin = optimizer or not self._fits.is_running
-        what = Destination(normal_path(os.fspath(path)), overwrite, keep_last), optimizer, async_save, is_origin
+        is_origin = dtype is None and (optimizer or not self._fits.is_running)
+        cast = None if dtype is None else floating_dtype(dtype, "dtype")
+        to = Destination(normal_path(os.fspath(path)), overwrite, keep_last, dtype=cast)
+        what = to, optimizer, async_save, is_origin
         return submit_save(self._running, *what, self._noted).keep_alive(self)
 
     @handle

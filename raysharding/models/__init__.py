@@ -7,7 +7,7 @@ from raysharding.models.adapter_merge import AdapterMerge, adapter_merges, plain
 from raysharding.models.adapters import Adapted, AdapterNames, adapter_files, adapter_scale
 from raysharding.models.build import build_module, make_contiguous, name_base, override_config
 from raysharding.models.config_files import config_files
-from raysharding.models.conversion import is_transformers_model
+from raysharding.models.conversion import is_transformers_model, kept_in_float32
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, category, differing_ties, map_keys, misfit

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from raysharding.errors import CheckpointError
 from raysharding.models.stand_in import original_class
 
 
-def config_files(module: nn.Module) -> dict[str, bytes]:
+def config_files(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:
     """Return config.json, and generation_config.json for a model that generates, by name.
 
     Args:
         module: The model. For a module that is not a transformers model, the result is empty.
+        dtype: Dtype that config.json names. Default: the model's.
     """
     transformers: Any = sys.modules.get("transformers")  # if not imported, `module` is not a transformers model
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
@@ -27,6 +29,9 @@ def config_files(module: nn.Module) -> dict[str, bytes]:
     model: Any = module
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(module).__name__]
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    for part in () if dtype is None else (config, *filter(None, parts)):
+        part.dtype = dtype
 
     def write(directory: str) -> None:
         config.save_pretrained(directory)

@@ -441,6 +441,7 @@ class Worker:
         *,
         optimizer: bool = True,
         keep_last: int | None = None,
+        dtype: torch.dtype | None = None,
         token: str | None = None,
     ) -> SaveReport:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
@@ -451,15 +452,17 @@ class Worker:
             progress: Called with (bytes done, bytes in all) during the save.
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
             keep_last: Number of saves of this series to keep, this one included; see `save_checkpoint`.
+            dtype: Dtype of the floating tensors in the files; see `save_checkpoint`.
             token: See `Destination`.
         """
         with self.status.running("save", "save"):
             follow = self.status.follow(progress)
-            destination = self._destination(path, overwrite, keep_last, token, follow)
+            destination = self._destination(path, overwrite, keep_last, dtype, token, follow)
             state = self.optimizer if optimizer else None
             report = begin_save(self.module, destination, state, self.trainer.position, self.status.stall_s).run(follow)
             self._sidecars = path
-            self.status.is_saved = self.status.is_saved or state is not None or self.optimizer is None
+            is_whole = dtype is None and (state is not None or self.optimizer is None)
+            self.status.is_saved = self.status.is_saved or is_whole
             return report
 
     def save_async(
@@ -469,6 +472,7 @@ class Worker:
         *,
         optimizer: bool = True,
         keep_last: int | None = None,
+        dtype: torch.dtype | None = None,
         token: str | None = None,
     ) -> int:
         """Save as `save` does, but write in the background: return once the shards are in host memory. Collective.
@@ -478,17 +482,19 @@ class Worker:
             overwrite: As for `save`.
             optimizer: As for `save`.
             keep_last: As for `save`.
+            dtype: As for `save`.
             token: As for `save`.
 
         Returns:
             The number of the save, for `save_status`.
         """
         with self.status.running("save", "save"):
-            destination = self._destination(path, overwrite, keep_last, token, self.status.follow(None))
+            destination = self._destination(path, overwrite, keep_last, dtype, token, self.status.follow(None))
             state = self.optimizer if optimizer else None
             options: dict[str, Any] = {"position": self.trainer.position, "stall_s": self.status.stall_s}
             number = self.status.saver.save(self.module, destination, optimizer=state, **options)
-            self.status.copied = self.status.num_changes if state is not None or self.optimizer is None else None
+            is_whole = dtype is None and (state is not None or self.optimizer is None)
+            self.status.copied = self.status.num_changes if is_whole else None
             return number
 
     def save_status(self, number: int) -> BackgroundSave | None:
@@ -500,6 +506,7 @@ class Worker:
         path: str,
         overwrite: bool,
         keep_last: int | None,
+        dtype: torch.dtype | None,
         token: str | None,
         follow: Callable[[str, int, int, str], None],
     ) -> Destination:
@@ -512,7 +519,7 @@ class Worker:
         committed = self.status.saver.last_committed
         # The checkpoint that the module was loaded from may be removed by now, as older saves are.
         self._sidecars = self._sidecars if committed is None else committed
-        return Destination(path, overwrite, keep_last, self._sidecars, token or new_token())
+        return Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
 
     def close(self) -> None:
         """Release module and optimizer. No collective, so works after peers have ended."""

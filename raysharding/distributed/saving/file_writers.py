@@ -148,7 +148,8 @@ def write_tensors(
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called on every rank after each round with the bytes written so far.
         group: Process group of all ranks. Default: the default group.
-        layout: Key in the files → its parts of `tensors`. Default: the tensors as they are.
+        layout: Key in the files → its parts of `tensors`, and the dtype that they are cast to. Default: the tensors as
+            they are.
         file_name: Name of the only file. Default: one or more files under standard names.
 
     Raises:
@@ -161,7 +162,8 @@ def write_tensors(
         made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
         joined = agree(None, writers.join(made), group)
         beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
-        options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory)}
+        dtypes = {run.source: saved.dtype for saved in layout.values() for run in saved.runs}
+        options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory), "dtypes": dtypes}
         gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
         gather.run(on_round)
         # A full disk on one rank fails the save on all; without this, the others would commit.
@@ -262,7 +264,8 @@ class _Writers:
 
     def _write(self, source: str, first: int, values: torch.Tensor) -> None:
         for key, at, start, stop in self._runs.parts(source, first, values.numel()):
-            self._file_of[key].write_at(key, at * values.itemsize, as_bytes(values[start:stop]))
+            dtype = self._layout[key].dtype
+            self._file_of[key].write_at(key, at * dtype.itemsize, as_bytes(values[start:stop].to(dtype)))
 
     def close(self) -> Exception | None:
         """Sync and close all files, and fill `written`; return the first error."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from raysharding.checkpoint.writing import (
     remove_staging,
     write_file,
 )
+from raysharding.config import floating_dtype
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, device_module, from_rank_0, is_accelerator
 from raysharding.distributed.fully_shard import (
@@ -51,7 +53,15 @@ from raysharding.distributed.saving.training_state import training_state, write_
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
 from raysharding.html import html_report, html_rows
-from raysharding.models import AdapterNames, SavedTensor, adapter_files, config_files, saved_layout
+from raysharding.models import (
+    AdapterNames,
+    SavedTensor,
+    adapter_files,
+    config_files,
+    is_transformers_model,
+    kept_in_float32,
+    saved_layout,
+)
 from raysharding.units import format_bytes
 
 
@@ -119,17 +129,31 @@ class SaveContents:
     """Position and random generators; `None` without an optimizer."""
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer | None, position: Position | None) -> Self:
+    def of(
+        cls,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        position: Position | None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """Collect the contents without copies; collective.
 
         Raises:
+            ValueError: On every rank, for a dtype and an optimizer.
             PlanError: On every rank, if optimizer state cannot be saved, or differs between ranks.
         """
+        if dtype is not None and optimizer is not None:
+            raise ValueError(
+                f"a save with dtype={dtype} would continue from rounded weights: leave the optimizer's state out "
+                "(optimizer=False of group.save), and save what training continues from without dtype"
+            )
         if alone := parameters_left_alone(module):
             warn_once(
                 f"{len(alone)} parameters are each rank's own (average_ignored_gradients=False): rank 0's are saved"
             )
         tensors, layout = model_contents(module)
+        if dtype is not None:
+            layout = _in_dtype(layout, tensors, module, dtype)
         file_name = None if AdapterNames.of(module) is None else ADAPTER_NAME
         snapshot = agreed_snapshot(module, optimizer)
         if snapshot is None:
@@ -137,9 +161,14 @@ class SaveContents:
         return cls(tensors, layout, file_name, snapshot.tensors, snapshot.outline(), training_state(position))
 
     @property
+    def model_bytes(self) -> int:
+        """Bytes of the model's full tensors in the files."""
+        return sum(prod(saved.shape) * saved.dtype.itemsize for saved in self.layout.values())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all full tensors."""
-        return total_bytes(self.tensors) + total_bytes(self.state)
+        return self.model_bytes + total_bytes(self.state)
 
     @property
     def num_tensors(self) -> int:
@@ -153,6 +182,20 @@ class SaveContents:
             memory: Memory of the copies; earlier copies in it are overwritten.
         """
         return replace(self, tensors=memory.copies(self.tensors, "model"), state=memory.copies(self.state, "optimizer"))
+
+
+def _in_dtype(
+    layout: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Tensor], module: nn.Module, dtype: torch.dtype
+) -> Mapping[str, SavedTensor]:
+    """Return a layout whose floating tensors have another dtype, but for those that `from_pretrained` keeps in fp32."""
+    kept = {id(tensor) for tensor in kept_in_float32(module, dtype)} if is_transformers_model(module) else set()
+    exact = {fqn for fqn, tensor in tensors.items() if id(tensor) in kept}
+
+    def cast(saved: SavedTensor) -> SavedTensor:
+        is_cast = saved.dtype.is_floating_point and exact.isdisjoint(run.source for run in saved.runs)
+        return replace(saved, dtype=dtype) if is_cast else saved
+
+    return {key: cast(saved) for key, saved in layout.items()}
 
 
 def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[str, SavedTensor]]:
@@ -224,6 +267,7 @@ def save_checkpoint(
     position: Position | None = None,
     overwrite: bool = False,
     keep_last: int | None = None,
+    dtype: str | torch.dtype | None = None,
     source: Checkpoint | None = None,
     progress: Progress | None = None,
     stall_s: float = 120.0,
@@ -255,6 +299,9 @@ def save_checkpoint(
         overwrite: Replace a checkpoint that is there.
         keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many stay,
             this one with them; after the commit older ones are removed, but for what no save wrote. Default: all.
+        dtype: Cast floating tensors to this dtype (`"bfloat16"`) while they are written, but for those that
+            transformers keeps in float32 in it; config.json names it. For exports: not with `optimizer`. Default: the
+            stored dtypes.
         source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them, and
             where the directory that is overwritten has none of that name that is not a save's.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
@@ -265,14 +312,15 @@ def save_checkpoint(
         a rank; with a URI four parts of 8 MiB more.
 
     Raises:
-        ValueError: On every rank: a bad `keep_last`.
+        ValueError: On every rank: a bad `keep_last` or `dtype`, or a `dtype` with an `optimizer`.
         CheckpointError: On every rank: the destination is refused (it exists, is a mount point, or holds what cannot be
             hard-linked: the error lists it), before anything is written; or the disk is full or failed. What was at
             `path` is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
     sidecars = None if source is None else source.directory
-    destination = Destination(normal_path(os.fspath(path)), overwrite, keep_last, sidecars)
+    cast = None if dtype is None else floating_dtype(dtype, "dtype")
+    destination = Destination(normal_path(os.fspath(path)), overwrite, keep_last, sidecars, cast)
     return begin_save(module, destination, optimizer, position, stall_s).run(progress)
 
 
@@ -288,6 +336,8 @@ class Destination:
     """Number of saves of a series to keep; `None` for all."""
     sidecars: str | None = None
     """Directory, as a normalized path, whose small files are copied."""
+    dtype: torch.dtype | None = None
+    """Dtype of the floating tensors in the files; `None` for the module's."""
     token: str = field(default_factory=new_token)
     """Unique identifier of the save; rank 0's is used."""
 
@@ -357,7 +407,7 @@ class Save:
 
     def _write_state(self, on_round: Callable[[int], None]) -> None:
         """Write optimizer state and training state; collective."""
-        contents, first = self.contents, total_bytes(self.contents.tensors)
+        contents, first = self.contents, self.contents.model_bytes
         if contents.outline is None or contents.training is None:
             return
         options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done), self.group)
@@ -369,7 +419,7 @@ class Save:
         sidecars = _read_sidecars(self.destination)
         SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
-        configs = config_files(self.module) if adapters is None else {}
+        configs = config_files(self.module, self.destination.dtype) if adapters is None else {}
         for name, data in (configs | sidecars).items():
             write_file(self.staging, name, data)
         written.finish(self.staging)
@@ -407,7 +457,7 @@ def begin_save(
     begun = perf_counter()
     module = unwrapped(module)
     reshard(module)
-    contents = SaveContents.of(module, optimizer, position)
+    contents = SaveContents.of(module, optimizer, position, destination.dtype)
     # Rank 0 makes the directory, and broadcasts its path.
     make = partial(create_staging, destination.path, overwrite=destination.overwrite, token=destination.token)
     staging = str(from_rank_0(make))

@@ -95,7 +95,7 @@ class Gather:
     in_order: bool = False
     """True to transfer the tensors of a destination one after the other, from first to last element."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN → dtype on the wire; the tensor's own by default. The sink gets values of this rank's shard unconverted."""
+    """FQN → dtype on the wire; the tensor's own by default. The sink may get this rank's values unconverted."""
     on_device: bool = False
     """True to give the sink values on the device of the messages, or of this rank's shard, without a copy."""
     wire_bytes: int = field(default=0, init=False)
@@ -191,6 +191,7 @@ class Gather:
                 for segment in section.segments:
                     values = local_shards.values(segment)
                     if pinned is not None and is_accelerator(values.device):
+                        values = values.to(plan.tensors[segment.tensor].wire_dtype)
                         values = to_host(values, pinned[: values.nbytes].view(values.dtype))
                     self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 

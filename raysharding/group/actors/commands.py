@@ -288,10 +288,17 @@ class RankCommands:
         return value if is_wanted else None
 
     def save(
-        self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool, token: str
+        self,
+        path: str,
+        overwrite: bool,
+        optimizer: bool,
+        keep_last: int | None,
+        dtype: torch.dtype | None,
+        async_save: bool,
+        token: str,
     ) -> Any:
         """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
-        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "token": token}
+        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "dtype": dtype, "token": token}
         if async_save:
             return self._worker.save_async(path, overwrite, **options)
         report = self._worker.save(path, overwrite, **options)

@@ -265,7 +265,7 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     shard_module(module, init_mesh("cpu"), sharding)
     load_checkpoint(module, opened)
     one = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    ids = torch.randint(3, 60, (8, 24), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(3, 60, (64, 24), generator=torch.Generator().manual_seed(3))
     (found, logits), (expected, others) = (experts_of(model.eval(), ids) for model in (module, one))
     assert [one.dtype for one in found] == [one.dtype for one in expected]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
