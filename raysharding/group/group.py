@@ -56,6 +56,7 @@ from raysharding.group.cluster import (
     memory_table,
     ranks_table,
     refuse_in_fork,
+    tell,
 )
 from raysharding.group.fit import (
     Callback,
@@ -621,6 +622,10 @@ class ShardedModelGroup:
         The schedule is saved, loaded, copied and made again together with the optimizer; `train_step` and `optim_step`
         then also return the `lr` of their update. `optimizer=Scheduled(...)` sets a schedule from the start.
 
+        A schedule that replaces another continues at its step, and a line on stderr says so: after 10 steps,
+        `set_scheduler(CosineAnnealingLR, T_max=20)` gives step 11 the rate that it has in a schedule over 20 steps.
+        `set_optimizer(Scheduled(...))` begins one anew.
+
         Args:
             schedule: A class of `torch.optim.lr_scheduler`, or a callable that takes the optimizer and returns one.
             **kwargs: Passed to `schedule` after the optimizer.
@@ -633,7 +638,9 @@ class ShardedModelGroup:
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
         whole = partial(schedule, **kwargs) if kwargs else schedule
-        self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
+        taken = self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
+        if taken:
+            tell(f"set_scheduler: continues at step {taken + 1}; set_optimizer(Scheduled(...)) begins at step 1")
         self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
         self._update_record()
 

@@ -117,18 +117,21 @@ class Trainer:
                     state.run(self._status.loading, self._status.follow(None), self._status.stall_s)
                     self.position = load_training(self._status.loaded)
 
-    def set_scheduler(self, schedule: Schedule) -> None:
-        """Give the optimizer a learning-rate schedule, replacing an earlier one; see `distributed.optim.factories`.
+    def set_scheduler(self, schedule: Schedule) -> int:
+        """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.
 
         Args:
             schedule: Called with the optimizer; returns the schedule.
+
+        Returns:
+            The number of steps that it has taken.
 
         Raises:
             ValueError: No optimizer is set, or `schedule` did not return a schedule.
         """
         optimizer = self._require_optimizer("set_scheduler")
         with self._status.running("call", "set_scheduler"):
-            attach_schedule(optimizer, schedule)
+            return attach_schedule(optimizer, schedule)
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
         """Plan the load of a checkpoint's optimizer state. Collective: ranks without the files ask rank 0.
@@ -272,9 +275,7 @@ class Trainer:
             if position is not None and (found is None or found.run != position.run):
                 found = position
             if resume and found is None:
-                raise ValueError(
-                    "resume=True, but there is no run to resume: load a checkpoint that fit saved, or leave out resume"
-                )
+                raise ValueError(f"resume=True, but there is no run to resume: {from_rank_0(self._why_no_run)}")
             module = self._status.module
             self._fit = Fit(plan, self._status.device, found, InputBounds.of(module), module)
             self.position = self._fit.position
@@ -287,6 +288,16 @@ class Trainer:
                     if self._status.local_rank == 0:
                         check_writable(save_to)
             return FitStart(self.position, self._fit.data_loader.total_steps, self._status.in_files, has_save)
+
+    def _why_no_run(self) -> str:
+        """Return why the ranks hold no position of a run, for people, on the rank that sees the files."""
+        path = self._status.loaded
+        if path is None or position_of(path) is None:
+            return "load a checkpoint that fit saved, or leave out resume"
+        return (
+            f"{path} holds one, but its optimizer and position were not loaded, since no optimizer was set then: pass "
+            f"optimizer= to from_checkpoint, or call group.load({path!r}) now that one is set"
+        )
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
         """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.

@@ -214,16 +214,18 @@ class Worker:
                 if path is not None:
                     path = from_rank_0(partial(seen_here, path))
                 options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
+                # A relative path is the driver's, and not of this process's directory.
+                given = path or self.checkpoint.directory
                 # Before the weights: if the optimizer does not match, the weights must stay unchanged.
                 is_random = path is None and self.checkpoint.is_random
-                state = None if is_random else self.trainer.plan_optimizer(path or self.checkpoint.path)
+                state = None if is_random else self.trainer.plan_optimizer(given)
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
-                moved, self.status.loaded = True, path or self.checkpoint.path
+                moved, self.status.loaded = True, given
                 self.trainer.position = None
                 if state is not None:
                     state.run(self.status.loading, **options)
-                    self.trainer.position = load_training(path or self.checkpoint.path)
+                    self.trainer.position = load_training(given)
             except Exception as error:
                 # Once bytes have moved, the old values are partially overwritten.
                 torn = moved or self.status.phase != "plan"

@@ -7,6 +7,7 @@ the schedule, so that code that makes, saves, loads or copies an optimizer does 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -183,18 +184,62 @@ def check_schedule(schedule: Any) -> None:
         )
 
 
-def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
-    """Attach a schedule to an optimizer; it replaces an earlier one.
+def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> int:
+    """Attach a schedule to an optimizer. One that replaces another continues at its step, with `initial_lr` as base.
+
+    It takes the steps of the replaced schedule first: its rates are those of one that has been there from the first
+    step. A `ReduceLROnPlateau`, which would need their losses, begins with the current rate instead.
+
+    Returns:
+        The number of these steps.
 
     Raises:
-        ValueError: `schedule` returned no schedule.
+        ValueError: `schedule` returned no schedule, or one without so many steps. The optimizer is unchanged.
     """
-    made = schedule(optimizer)
-    if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
-        raise ValueError(
-            f"the schedule's factory returned a {type(made).__name__}; return an lr_scheduler of torch.optim"
-        )
+    replaced = schedule_of(optimizer)
+    num_steps = 0 if replaced is None else steps_of(replaced.state_dict())
+    before = [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    try:
+        for group in optimizer.param_groups:
+            set_hyperparameter(group, "lr", group.get("initial_lr", group["lr"]))
+        made = schedule(optimizer)
+        if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
+            raise ValueError(
+                f"the schedule's factory returned a {type(made).__name__}; return an lr_scheduler of torch.optim"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of steps of a schedule before the optimizer's first
+            for _ in range(0 if isinstance(made, ReduceLROnPlateau) else num_steps):
+                made.step()
+        if isinstance(made, ReduceLROnPlateau):
+            for group, old in zip(optimizer.param_groups, before, strict=True):
+                set_hyperparameter(group, "lr", old["lr"])
+    except Exception:
+        for group, old in zip(optimizer.param_groups, before, strict=True):
+            for key in group.keys() - old.keys():
+                del group[key]
+            for key, value in old.items():
+                set_hyperparameter(group, key, value)
+        raise
     setattr(optimizer, _ATTRIBUTE, made)
+    return num_steps
+
+
+def set_hyperparameter(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a hyperparameter of a param group; a tensor is filled in place, since a captured graph refers to it."""
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def steps_of(state: Mapping[str, Any]) -> int:
+    """Return the number of steps of a schedule; a `ChainedScheduler` only counts them in its parts."""
+    parts = [0, *map(steps_of, state.get("_schedulers", ()))]
+    return int(state.get("last_epoch", max(parts)))
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> LRScheduler | None:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from raysharding.distributed.comm import agreeing, all_gather_json, is_available
 from raysharding.distributed.fully_shard import local_tensor, meta_like, reshard
-from raysharding.distributed.optim.factories import schedule_of
+from raysharding.distributed.optim.factories import schedule_of, set_hyperparameter, steps_of
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 
@@ -175,6 +176,30 @@ class OptimizerSnapshot:
         message = f"the {told} optimizer state does not fit the optimizer{cure}:"
         return PlanError(message, problems=problems) if problems else None
 
+    def dropped(self, given: OptimizerSnapshot) -> str:
+        """Return a text on learning rates and options of the schedule that a load of this snapshot drops, if any.
+
+        Args:
+            given: Snapshot of the optimizer before the load.
+        """
+        lines = []
+        for old, new in zip(self.groups, given.groups, strict=True):
+            key = "initial_lr" if "initial_lr" in old else "lr"
+            if ("initial_lr" in old) == ("initial_lr" in new) and old[key] != new[key]:
+                lines.append(f"lr is {old[key]!r} in the save, {new[key]!r} was given")
+        if self.schedule is not None and given.schedule is not None:
+            lines += _differences(self.schedule[1], given.schedule[1])
+        if not lines:
+            return ""
+        cure = ""
+        if self.schedule is not None:
+            cure = f"group.set_scheduler(...), after the load, continues at step {steps_of(self.schedule[1]) + 1} of "
+            cure += "another schedule; "
+        return (
+            f"the optimizer goes on as saved, not as given: {'; '.join(dict.fromkeys(lines))}. {cure}"
+            "group.set_optimizer(...), after the load, begins a new one"
+        )
+
     def apply(self, module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load this snapshot into an optimizer that fits, not by `load_state_dict`, which casts to the parameter dtype.
 
@@ -193,15 +218,31 @@ class OptimizerSnapshot:
             optimizer.state[parameter] = {**held, **whole}
         for old, group in zip(self.groups, optimizer.param_groups, strict=True):
             for key, value in old.items():
-                if key == "params":
-                    continue
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)  # a captured graph refers to the tensor
-                else:
-                    group[key] = value
+                if key != "params":
+                    set_hyperparameter(group, key, value)
         schedule = schedule_of(optimizer)
-        if schedule is not None and self.schedule is not None:
-            schedule.load_state_dict(dict(self.schedule[1]))
+        if schedule is None or self.schedule is None:
+            return
+        schedule.load_state_dict(dict(self.schedule[1]))
+        if isinstance(schedule, LambdaLR):  # the state holds no functions: the given ones count from the next step on
+            rates = zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            for group, base, function in rates:
+                set_hyperparameter(group, "lr", base * function(schedule.last_epoch))
+
+
+_CHANGING = ("last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+"""What torch's schedules change as they step, beside attributes that begin with an underscore."""
+
+
+def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return a text for each option that differs between the states of two schedules, whatever steps these took."""
+    lines: list[str] = []
+    for key in sorted(saved.keys() & given.keys()):
+        if key == "_schedulers":
+            lines += (line for pair in zip(saved[key], given[key], strict=False) for line in _differences(*pair))
+        elif saved[key] != given[key] and key not in _CHANGING and (key == "_milestones" or key[0] != "_"):
+            lines.append(f"{key.lstrip('_')} is {saved[key]!r} in the save, {given[key]!r} was given")
+    return lines
 
 
 def _is_whole(name: str, value: Any, parameter: torch.Tensor) -> bool:

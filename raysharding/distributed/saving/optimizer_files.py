@@ -23,7 +23,7 @@ from raysharding.checkpoint.storage import join_path, normal_path, split_path, s
 from raysharding.checkpoint.writing import make_folder, write_file
 from raysharding.config import Loading
 from raysharding.distributed.comm import agreeing, from_rank_0
-from raysharding.distributed.fully_shard import TensorTable
+from raysharding.distributed.fully_shard import TensorTable, warn_once
 from raysharding.distributed.loading import LoadReport, Progress, load_checkpoint
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.file_writers import write_tensors
@@ -149,6 +149,9 @@ class OptimizerLoad:
         table = self.table()
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
+        dropped = self.target.dropped(OptimizerSnapshot.of(self.module, self.optimizer))
+        if dropped and dist.get_rank() == 0:
+            warn_once(dropped)
         self.target.apply(self.module, self.optimizer, table.tensors)
         return report
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from transformers import get_cosine_schedule_with_warmup
 
 from raysharding import ParamGroups, Scheduled
 from raysharding.config import Sharding
@@ -17,7 +20,7 @@ from raysharding.distributed import load_checkpoint, load_optimizer_state, save_
 from raysharding.distributed.comm.device_mesh import init_mesh
 from raysharding.distributed.fully_shard.recovery import is_recoverable, is_torn
 from raysharding.distributed.fully_shard.shard import shard_module
-from raysharding.distributed.optim.factories import attach_schedule, bound, make_optimizer, schedule_of
+from raysharding.distributed.optim.factories import attach_schedule, bound, make_optimizer, schedule_of, step_schedule
 from raysharding.distributed.training.step import Accumulation, optim_step, train_step
 from raysharding.errors import PlanError
 from tests.distributed.training.test_training import Pair, batch_of, full
@@ -132,6 +135,120 @@ def test_parts_go_together() -> None:
         Scheduled(ADAM, first)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the schedule's factory returned a int"):
         attach_schedule(optimizer, lambda optimizer: 3)  # type: ignore[arg-type, return-value]
+
+
+def warm_and_cosine(steps: int) -> Any:
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        parts: list[Any] = [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - 3),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    return schedule
+
+
+def chained(steps: int) -> Any:
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer), lr_scheduler.PolynomialLR(optimizer, total_iters=steps)]
+        )
+
+    return schedule
+
+
+HORIZONS: dict[str, Callable[[int], Any]] = {
+    "cosine": lambda steps: partial(lr_scheduler.CosineAnnealingLR, T_max=steps),
+    "transformers": lambda steps: partial(
+        get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=steps
+    ),
+    "lambda": lambda steps: partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: max(0.0, 1 - step / steps)),
+    "one cycle": lambda steps: partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=steps),
+    "warm-up": warm_and_cosine,
+    "chained": chained,
+}
+
+
+def take(optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+    rates = []
+    for _ in range(num_steps):
+        optimizer.step()
+        rates.append(step_schedule(optimizer, None)["lr"])
+    return rates
+
+
+def sharded() -> nn.Module:
+    return shard_module(CASES["token_mean"].build(), init_mesh(device_type(), Sharding()), Sharding())
+
+
+def lengthen(folder: str) -> dict[str, list[str]]:
+    """Save a run of 10 steps, and resume it for 20; return the warnings of a load into the longer schedule."""
+    said = {}
+    for kind, schedule in HORIZONS.items():
+        module, path = sharded(), f"{folder}/{kind}"
+        expected = take(make_optimizer(module, Scheduled(ADAM, schedule(20))), 20)
+        optimizer = make_optimizer(module, Scheduled(ADAM, schedule(10)))
+        assert take(optimizer, 9) != expected[:9]
+        take(optimizer, 1)
+        save_checkpoint(module, path, optimizer=optimizer)
+        for factory in (ADAM, bound(ADAM, {"lr": 3.0})):  # another `lr=` changes nothing
+            loaded = make_optimizer(module, Scheduled(factory, schedule(10)))
+            load_optimizer_state(module, loaded, path)
+            assert attach_schedule(loaded, schedule(20)) == 10, "steps that the new one has taken"
+            found = take(loaded, 10)
+            assert found == expected[10:], (kind, found, expected[10:])
+        given = make_optimizer(module, Scheduled(ADAM, schedule(20)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_optimizer_state(module, given, path)
+        said[kind] = [str(one.message) for one in caught if "schedule" in str(one.message)]
+        if not said[kind]:
+            assert take(given, 10) == expected[10:], f"{kind}: silent"
+    return said
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_is_lengthened_has_the_rates_of_the_longer_schedule(tmp_path: Path) -> None:
+    """By `attach_schedule`; a load into the longer schedule has them, too, or warns."""
+    [told] = run_ranks(1, lengthen, str(tmp_path), timeout_s=100)
+    assert {kind for kind, lines in told.items() if not lines} == {"transformers", "lambda"}
+    [line] = told["cosine"]
+    assert "T_max is 10 in the save, 20 was given" in line
+    assert "group.set_scheduler" in line
+    assert "total_steps is 10 in the save, 20 was given" in told["one cycle"][0]
+
+
+def test_a_schedule_that_cannot_continue_leaves_the_earlier_one() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = Scheduled(ADAM, HORIZONS["cosine"](10))(list(module.named_parameters()))
+    schedule = schedule_of(optimizer)
+    for _ in range(6):
+        optimizer.step()
+        step_schedule(optimizer, None)
+    before = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match="Tried to step 6 times"):
+        attach_schedule(optimizer, HORIZONS["one cycle"](5))
+    assert schedule_of(optimizer) is schedule
+    assert optimizer.param_groups == before
+    assert attach_schedule(optimizer, SCHEDULES["plateau"]) == 6
+    assert optimizer.param_groups[0]["lr"] == before[0]["lr"], "a plateau goes on from the rate that is"
+
+
+def load_with_another_rate(folder: str) -> list[str]:
+    module = sharded()
+    save_checkpoint(module, f"{folder}/saved", optimizer=make_optimizer(module, ADAM))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factory in (ADAM, bound(ADAM, {"lr": 3.0})):
+            load_optimizer_state(module, make_optimizer(module, factory), f"{folder}/saved")
+    return [str(one.message) for one in caught]
+
+
+def test_a_rate_that_a_load_drops_is_told(tmp_path: Path) -> None:
+    told, other = run_ranks(2, load_with_another_rate, str(tmp_path))
+    assert not other, "rank 0 alone warns"
+    [line] = told
+    assert "lr is 0.01 in the save, 3.0 was given" in line
 
 
 def update_without_a_loss() -> None:

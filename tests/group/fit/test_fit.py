@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
+from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, Scheduled, ShardedModelGroup
 from raysharding.group import GroupState
 from raysharding.group.fit import run as fit_run
 from raysharding.group.fit.datasets import dataset_handle
@@ -256,6 +256,34 @@ def test_a_run_without_optimizer_or_beginning(group: ShardedModelGroup, parquet:
         with pytest.raises(GroupError, match="there is no run to resume"):
             fit(bare, parquet, resume=True)
         assert bare.state is GroupState.READY
+
+
+def test_a_run_that_is_lengthened(
+    checkpoint: Path,
+    parquet: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cosine over 5 steps, saved, and continued to 8 steps of a cosine over 8."""
+    cosine, saved = torch.optim.lr_scheduler.CosineAnnealingLR, tmp_path / "step-5"
+    with make_group(checkpoint, optimizer=Scheduled(ADAMW, partial(cosine, T_max=8))) as group:
+        whole = fit(group, parquet, max_steps=8).history["lr"]
+        group.set_optimizer(Scheduled(ADAMW, partial(cosine, T_max=5)))
+        assert fit(group, parquet, max_steps=5, save_to=tmp_path).history["lr"] != whole[:5]
+    with make_group(saved) as group:
+        group.set_optimizer(Scheduled(ADAMW, partial(cosine, T_max=8)))
+        with pytest.raises(GroupError, match=r"its optimizer and position were not loaded.*: pass optimizer= to from"):
+            fit(group, parquet, resume=True)
+        group.load(saved)  # warns on rank 0
+        group.set_scheduler(cosine, T_max=8)
+        report = fit(group, parquet, max_steps=8, resume=True)
+    monkeypatch.chdir(tmp_path)  # a relative path is the driver's: the ranks have another directory
+    with make_group(Path("step-5"), optimizer=Scheduled(ADAMW, partial(cosine, T_max=5))) as group:
+        assert fit(group, parquet, max_steps=6, resume=True).first_step == 5
+    assert report.first_step == 5
+    assert report.history["lr"] == whole[5:]
+    assert "raysharding: set_scheduler: continues at step 6" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("few_steps_a_call")
