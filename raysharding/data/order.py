@@ -134,6 +134,13 @@ class Order:
                 places = self._random(lane, number).permutation(length).tolist() if length > 1 else [0]
                 yield window, places[max(0, first - done + length) :]
 
+    def shuffled_rows(self, step: int, rank: int, world_size: int) -> list[int]:
+        """Return the numbers in the data of a rank's rows of a step, with `shuffle`."""
+        size = self.rows_per_item
+        found = (next(self.lane_windows(lane, step), None) for lane in self.lanes_of(rank, world_size))
+        items = [window.start + places[0] for window, places in filter(None, found)]
+        return [item * size + row for item in items for row in range(size)]
+
     def _windows(self, begin: int, end: int) -> Iterator[range]:
         """Yield the items from position `begin` to `end` of the random sequence, as windows of one block each."""
         while begin < end:

@@ -692,7 +692,8 @@ class ShardedModelGroup:
         """Train over data: each rank reads its own rows, and the steps are those that one process would take.
 
         The rows of a step depend on data, batch size and seed, but not on the number of ranks. Ctrl-C ends the run
-        after the steps in progress (half a second of steps), with the group READY; `resume=True` continues from there.
+        after the steps in progress (half a second of steps), with the group READY; `last_fit` and the callbacks have
+        all of them, and `resume=True` continues from there. A second Ctrl-C raises at once, and stops ranks in a call.
         A group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`). After a restart the run
         continues from its last save, or from its beginning, which is saved first if no file holds it; random generators
         are reset to the same point.
@@ -779,7 +780,8 @@ class ShardedModelGroup:
             save_on_signal: At SIGTERM, end the run after the steps in progress, save to `save_to`, and raise
                 `SystemExit(0)`: `with` blocks and `finally` clauses run, and the program ends with status 0 unless it
                 catches that. A second SIGTERM stops the ranks, and the program's own handler gets it, without a save.
-                The handler is installed while `fit` runs, which must be in the main thread. Default False.
+                The handler is installed while `fit` runs, which must be in the main thread. Ctrl-C then saves as well,
+                and raises KeyboardInterrupt. Default False.
 
         Returns:
             The report of the run: losses, rates, restarts, the last save.
@@ -787,6 +789,7 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
             SystemExit: SIGTERM ended the run; see `save_on_signal`.
+            KeyboardInterrupt: Ctrl-C ended the run.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, has no rows, ends in an incomplete item, or differs from the data of the
                 run that is resumed. The group is READY.

@@ -153,7 +153,9 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         os.kill(driver, signal.SIGCONT)
         slurm.wait(lambda: slurm.job(job)["JobState"] == "PENDING", 100, "it is queued again")
         said = log.read_text()
-        stopped = re.search(r"SIGTERM ended the run after step (\d+); the program ends with status 0", said)
+        stopped = re.search(
+            r"SIGTERM ended the run after step (\d+), saved in \S+; the program ends with status 0", said
+        )
         assert stopped is not None, said
         assert int(stopped[1]) < NUM_STEPS
         check_the_urgent_job(slurm, fails)

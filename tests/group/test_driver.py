@@ -420,3 +420,71 @@ def test_a_stopped_job_leaves_nothing(worker_python: Path, checkpoint: Path) -> 
         watch.say("go")
         assert watch.hear()["free"]
         assert now() - since < RELEASE_S
+
+
+IN_A_FIT = """
+import math
+pause_s = 0.02
+
+def loss(output, *, target):
+    import time
+    time.sleep(pause_s)
+    return output.square().sum(), output.numel()
+
+def run(group, **more):
+    seen = []
+    def hear(step):
+        seen.append(step.num_steps)
+        if len(seen) == 30:
+            tell(begun=True)
+    try:
+        group.fit(rows, batch_size=2, epochs=100_000, loss=loss, callbacks=[hear], progress=False, **more)
+    except KeyboardInterrupt:
+        last = group.last_fit
+        losses = last.history.get("loss", ())
+        told = {"losses": len(losses), "finite": sum(map(math.isfinite, losses)), "loss": last.loss}
+        told |= {"saved": last.saved, "seen": [*seen[:1], *seen[-1:], len(seen)]}
+        tell(state=group.state.value, first=last.first_step, last=last.num_steps, **told)
+
+rows = {"input": torch.ones(4, 8), "target": torch.ones(4)}
+with make(optimizer=torch.optim.AdamW) as group:
+    run(group, save_to=sys.argv[2] + "-interrupted")
+    run(group, save_to=sys.argv[2] + "-interrupted", save_on_signal=True, resume=True)
+    pause_s = 600.0
+    group.set_optimizer(torch.optim.AdamW)
+    run(group)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_ctrl_c_in_a_fit_collects_what_ran(standing: StandingCluster, checkpoint: Path) -> None:
+    """Once: history and callbacks have every step, and `save_on_signal` saves. Twice: at once, without waiting."""
+    saves = Path(f"{checkpoint}-interrupted")
+    with Driver(standing, checkpoint, IN_A_FIT) as driver:
+        pids = driver.hear()["pids"]
+        first = 0
+        for saved in (False, True):
+            assert driver.hear()["begun"]
+            time.sleep(0.1)  # into the steps in progress
+            driver.kill(signal.SIGINT)
+            heard = driver.hear()
+            last = heard["last"]
+            assert last >= first + 30
+            assert heard["seen"] == [first + 1, last, last - first], "callbacks saw every step that ran"
+            assert heard["losses"] == heard["finite"] == last - first
+            assert heard["loss"] == heard["loss"], "the last loss is a number"
+            assert (heard["state"], heard["first"]) == ("ready", first)
+            assert heard["saved"] == (str(saves / f"step-{last}") if saved else None)
+            first = last
+        assert [one.name for one in saves.iterdir()] == [f"step-{last}"]
+        time.sleep(3.0)  # into a step of 600 s
+        driver.kill(signal.SIGINT)
+        time.sleep(0.5)
+        sent = driver.kill(signal.SIGINT)
+        assert driver.hear()["state"] == "broken"
+        seconds_until_gone(pids, sent, RELEASE_S)
+        assert driver.process.wait(60) == 0
+        assert driver.process.stderr is not None
+        said = driver.process.stderr.read()
+    assert said.count("raysharding: Ctrl-C: fit ends after the steps in progress; once more stops the ranks") == 3
+    assert f"fit: Ctrl-C ended the run after step {last}, saved in {saves}/step-{last}; resume=True continues" in said

@@ -198,32 +198,30 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> int
     """
     replaced = schedule_of(optimizer)
     num_steps = 0 if replaced is None else steps_of(replaced.state_dict())
-    before = [
-        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
     try:
+        # Copies: an error leaves the groups as they were.
+        optimizer.param_groups = [
+            {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in group.items()}
+            for group in groups
+        ]
         for group in optimizer.param_groups:
-            set_hyperparameter(group, "lr", group.get("initial_lr", group["lr"]))
+            group["lr"] = group.get("initial_lr", group["lr"])
         made = schedule(optimizer)
         if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
             raise ValueError(
                 f"the schedule's factory returned a {type(made).__name__}; return an lr_scheduler of torch.optim"
             )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of steps of a schedule before the optimizer's first
-            for _ in range(0 if isinstance(made, ReduceLROnPlateau) else num_steps):
-                made.step()
-        if isinstance(made, ReduceLROnPlateau):
-            for group, old in zip(optimizer.param_groups, before, strict=True):
-                set_hyperparameter(group, "lr", old["lr"])
-    except Exception:
-        for group, old in zip(optimizer.param_groups, before, strict=True):
-            for key in group.keys() - old.keys():
-                del group[key]
-            for key, value in old.items():
-                set_hyperparameter(group, key, value)
-        raise
+        if not isinstance(made, ReduceLROnPlateau):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of steps of a schedule before the optimizer's first
+                for _ in range(num_steps):
+                    made.step()
+            for group, new in zip(groups, optimizer.param_groups, strict=True):
+                for key, value in new.items():
+                    set_hyperparameter(group, key, value)
+    finally:
+        optimizer.param_groups = groups
     setattr(optimizer, _ATTRIBUTE, made)
     return num_steps
 

@@ -182,23 +182,15 @@ class OptimizerSnapshot:
         Args:
             given: Snapshot of the optimizer before the load.
         """
-        lines = []
-        for old, new in zip(self.groups, given.groups, strict=True):
-            key = "initial_lr" if "initial_lr" in old else "lr"
-            if ("initial_lr" in old) == ("initial_lr" in new) and old[key] != new[key]:
-                lines.append(f"lr is {old[key]!r} in the save, {new[key]!r} was given")
+        pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]
+        pairs = [({"lr": _base(old)}, {"lr": _base(new)}) for old, new in zip(self.groups, given.groups, strict=True)]
+        cure = "group.set_optimizer(...), after the load, begins a new one"
         if self.schedule is not None and given.schedule is not None:
-            lines += _differences(self.schedule[1], given.schedule[1])
-        if not lines:
-            return ""
-        cure = ""
-        if self.schedule is not None:
-            cure = f"group.set_scheduler(...), after the load, continues at step {steps_of(self.schedule[1]) + 1} of "
-            cure += "another schedule; "
-        return (
-            f"the optimizer goes on as saved, not as given: {'; '.join(dict.fromkeys(lines))}. {cure}"
-            "group.set_optimizer(...), after the load, begins a new one"
-        )
+            pairs.append((self.schedule[1], given.schedule[1]))
+            step = steps_of(self.schedule[1]) + 1
+            cure = f"group.set_scheduler(...), after the load, continues at step {step} of another schedule; {cure}"
+        lines = dict.fromkeys(line for pair in pairs for line in _differences(*pair))
+        return f"the optimizer goes on as saved, not as given: {'; '.join(lines)}. {cure}" if lines else ""
 
     def apply(self, module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load this snapshot into an optimizer that fits, not by `load_state_dict`, which casts to the parameter dtype.
@@ -228,6 +220,11 @@ class OptimizerSnapshot:
             rates = zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
             for group, base, function in rates:
                 set_hyperparameter(group, "lr", base * function(schedule.last_epoch))
+
+
+def _base(group: Mapping[str, Any]) -> Any:
+    """Return the learning rate of a param group before its schedule."""
+    return group.get("initial_lr", group.get("lr"))
 
 
 _CHANGING = ("last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")

@@ -20,6 +20,7 @@ from raysharding.data import (
     BlockSource,
     DataPath,
     KnownColumns,
+    Order,
     ParquetFiles,
     Position,
     Prefetch,
@@ -225,6 +226,20 @@ class DistributedDataLoader:
         where = self.position
         last = loss if math.isfinite(loss) else where.loss
         self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1, loss=last)
+
+    def row_numbers(self, counts: Sequence[int]) -> list[int]:
+        """Return the numbers in the data of this rank's rows in the batch of `next`. For errors: walks its lanes.
+
+        Args:
+            counts: Number of rows of each rank.
+        """
+        where, rank = self.position, dist.get_rank()
+        if not isinstance(self.source, BlockSource) or not where.shuffle:
+            begin = where.step * where.batch_size + sum(counts[:rank])
+            return list(range(begin, begin + counts[rank]))
+        options = {"seed": where.seed, "epoch": where.epoch, "rows_per_item": where.rows_per_item}
+        order = Order(self.source.block_rows, where.batch_size, shuffle=True, **options)
+        return order.shuffled_rows(where.step, rank, dist.get_world_size())
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""

@@ -22,6 +22,8 @@ from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
 
+_ROWS_SHOWN = 32
+
 
 @dataclass(frozen=True)
 class FitPlan:
@@ -123,8 +125,13 @@ class Fit:
         try:
             plan = self._plan
             metrics = train_step(module, optimizer, passes, loss=plan.loss, max_grad_norm=plan.max_grad_norm)
-        except EmptyBatchError as error:
-            if self._plan.on_empty == "raise" or not is_recoverable(error):
+        except Exception as error:
+            is_empty = isinstance(error, EmptyBatchError) and is_recoverable(error)
+            if not is_empty or self._plan.on_empty == "raise":
+                counts = [sum(some) for some in zip(*(one.rows for part in passes for one in part), strict=True)]
+                where, rows = self.position, self.data_loader.row_numbers(counts)
+                told = f"{len(rows)} rows of the data, {rows[:_ROWS_SHOWN]}"
+                error.add_note(f"raysharding: in step {where.num_steps + 1}, epoch {where.epoch}, with {told}")
                 raise
             self.data_loader.advance()
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}

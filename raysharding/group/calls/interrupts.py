@@ -10,6 +10,9 @@ installs no handler.
 2. the second, during that wait, stops the ranks: the group is BROKEN, and the cause says so;
 3. the third raises at once, whatever the supervision does.
 
+The steps of a `fit` are many calls: its first interrupt lets the steps in progress end, and everything that belongs to
+them (`group/fit/stop_signal.py`).
+
 A group that is still being made has no weights to keep, so the first interrupt undoes everything.
 """
 

@@ -35,7 +35,7 @@ from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
-from raysharding.group.fit.stop_signal import StopSignal
+from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
 from raysharding.group.launch import RunningGroup
 from raysharding.group.recovery import RestartReport
 from raysharding.group.supervision import Client, GroupState
@@ -68,7 +68,7 @@ class FitOptions:
     progress: bool | None
     """True if a bar is shown; `None`: in a terminal or notebook, and lines elsewhere."""
     save_on_signal: bool = False
-    """True if SIGTERM ends the run with a save."""
+    """True if SIGTERM or Ctrl-C ends the run with a save."""
     evaluation: EvalOptions | None = None
     """Evaluations between the steps; `None` for none."""
 
@@ -131,6 +131,7 @@ class FitRun:
 
     def __post_init__(self) -> None:
         self._stop = StopSignal(is_wanted=self.options.save_on_signal, abandon=self._abandon)
+        self._interrupts = NotedInterrupts(lambda: self._client)
         self._gauges = RayGauges(self.running().client.supervisor.name)
         self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
         # Whoever stops the driver by a signal may have stopped the ranks as well.
@@ -159,9 +160,13 @@ class FitRun:
         with self._stop:
             report = self._run()
         if self._stop.came:
-            tell(f"fit: SIGTERM ended the run after step {report.num_steps}; the program ends with status 0")
+            self._tell_end("SIGTERM", "the program ends with status 0")
             raise SystemExit(0)
         return report
+
+    def _tell_end(self, cause: str, then: str) -> None:
+        saved = f", saved in {self._save_path}" if self._asked == self._place.num_steps else ""
+        tell(f"fit: {cause} ended the run after step {self._place.num_steps}{saved}; {then}")
 
     def _run(self) -> FitReport:
         try:
@@ -330,7 +335,14 @@ class FitRun:
 
         Raises:
             CallCancelledError: `interrupt` was called.
+            KeyboardInterrupt: After Ctrl-C, with all that belongs to the steps that were taken.
         """
+        with self._interrupts:
+            self._run_steps(bar)
+            if self._interrupts.came:
+                self._tell_end("Ctrl-C", "resume=True continues from there")
+
+    def _run_steps(self, bar: ProgressBar) -> None:
         # Before a resume or restart, an error may have come between the last step and its evaluation or save.
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
@@ -350,10 +362,12 @@ class FitRun:
     def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
         self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
+        is_interrupted = self._interrupts.came
         is_over = is_over or self._evaluations.stopped is not None or self._stop.came
-        if self.options.save_to is not None and self._is_due(is_over=is_over):
+        is_end = is_over or (is_interrupted and self.options.save_on_signal)
+        if self.options.save_to is not None and self._is_due(is_over=is_end):
             self._save(in_background=self.options.async_save)
-        return is_over
+        return is_over or is_interrupted
 
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""

@@ -1,4 +1,7 @@
-"""`StopSignal`: SIGTERM (a spot machine, Slurm, Kubernetes, `ray job stop`) ends a run after the steps in progress."""
+"""Signals that end a run after the steps in progress.
+
+`StopSignal`: SIGTERM (a spot machine, Slurm, Kubernetes, `ray job stop`); `NotedInterrupts`: Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+from raysharding.group.calls import MaskedInterrupts
+from raysharding.group.supervision import Client
 
 
 class StopSignal:
@@ -50,3 +56,37 @@ class StopSignal:
         self._abandon("a second SIGTERM")
         self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class NotedInterrupts(MaskedInterrupts):
+    """A context whose code ends soon after Ctrl-C `came`, with complete results; its end raises.
+
+    The second Ctrl-C raises at once; if a call runs, it stops the ranks.
+    """
+
+    def __init__(self, client: Callable[[], Client]) -> None:
+        """Install nothing; `__enter__` does.
+
+        Args:
+            client: Returns the client of the group, whose ranks a restart replaces.
+        """
+        super().__init__()
+        self._client = client
+
+    @property
+    def came(self) -> bool:
+        """True once Ctrl-C has come."""
+        return self._raised is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_second = self.came
+        super()._on_signal(number, frame)
+        if not self.came:
+            return  # the program's own handler has handled it
+        if is_second:
+            if signal.getsignal(signal.SIGINT) is not self._installed:  # below the handler of a wait for a call
+                self._client().supervisor.abandon_soon("a second Ctrl-C")
+            assert self._raised is not None
+            raise self._raised
+        what = "ends after the steps in progress; once more stops the ranks, and their weights are lost"
+        self._client().supervisor.tell_soon(f"Ctrl-C: fit {what}")

@@ -201,6 +201,10 @@ class Supervisor:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
         self._loop.call_soon(partial(self._abandon, reason))
 
+    def tell_soon(self, line: str) -> None:
+        """Write a line to stderr on the supervision thread, for a signal handler, which must not."""
+        self._loop.call_soon(partial(tell, line))
+
     def shutdown(self) -> None:
         """Stop all ranks and release their resources; returns when that is done, or after 20 s. Idempotent."""
         self.shut_down_soon()

@@ -21,6 +21,8 @@ from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.position import Position
 from raysharding.data.source import Columns
 from raysharding.distributed.comm.device import current_device
+from raysharding.distributed.comm.device_mesh import init_mesh
+from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.saving.save import save_checkpoint
 from raysharding.distributed.saving.training_state import load_training
 from raysharding.distributed.training import data_loader
@@ -116,6 +118,49 @@ def test_100_steps_equal_one_process(world_size: int, replicate_size: int) -> No
     pytest.importorskip("transformers")
     names = ["llama", "row_mean"] if world_size == 1 else ["llama"]
     run_ranks(world_size, curves, names, replicate_size, timeout_s=280)
+
+
+class Names(nn.Module):
+    """Raises in step 3 of epoch 1, with the numbers of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.num_calls = nn.Parameter(torch.ones(4)), 0
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 4 + 3:
+            raise RuntimeError(f"{len(number)} rows of the data, {number.tolist()}")
+        return self.scale.sum() * number.float().mean()
+
+
+def raise_in_a_step(shuffle: bool, as_stream: bool, rows_per_item: int) -> None:
+    module = shard_module(Names(), init_mesh(device_type(), Sharding()), Sharding())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    data = [{"number": torch.tensor(number)} for number in range(30)]  # 4 steps an epoch
+    source = Stream(data) if as_stream else SequenceRows(data)
+    plan = DataPlan(source, 8, 2, shuffle=shuffle, seed=3, rows_per_item=rows_per_item)
+    run = Fit(FitPlan(plan, loss=mean_of_rows), current_device(device_type()))
+    for _ in range(6):
+        run.step(module, optimizer)
+    with pytest.raises(RuntimeError, match=" rows ") as caught:
+        run.step(module, optimizer)
+    run.data_loader.close()
+    [told] = [note for note in caught.value.__notes__ if "in step" in note]
+    assert told == f"raysharding: in step 7, epoch 1, with {caught.value}"
+
+
+def mean_of_rows(output: torch.Tensor, *, number: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return output * len(number), len(number)
+
+
+def raise_in_steps() -> None:
+    for case in ((False, False, 1), (False, True, 1), (True, False, 1), (True, False, 2)):
+        raise_in_a_step(*case)
+
+
+def test_an_error_in_a_step_names_the_rows() -> None:
+    run_ranks(2, raise_in_steps)
 
 
 def in_bf16() -> None:
