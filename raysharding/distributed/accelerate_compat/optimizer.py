@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.fully_shard import cut, local_tensor
+from raysharding.distributed.optim import adapt
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> None:
@@ -30,6 +31,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         ValueError: On the rank that sees it: state that belongs to no parameter of the mapping, or does not fit the
             new one. The optimizer is as it was.
     """
+    adapt(optimizer)
     switched = _partners(optimizer, mapping)
     states = _carried_over(optimizer, mapping, switched)
     for group in optimizer.param_groups:

@@ -37,6 +37,7 @@ from raysharding.distributed.fully_shard.layout import (
     compute_device,
     inner_tensor,
     local_tensor,
+    mesh_device,
     message_device,
     module_tensors,
     named_submodules,

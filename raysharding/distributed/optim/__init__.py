@@ -15,6 +15,7 @@ from raysharding.distributed.optim.factories import (
     rescheduled,
     step_schedule,
 )
+from raysharding.distributed.optim.rules import adapt
 from raysharding.distributed.optim.snapshot import (
     OptimizerSnapshot,
     agreed_snapshot,

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raysharding.distributed.fully_shard import reshard, warn_once
+from raysharding.distributed.optim.rules import adapt
 from raysharding.models import clean_name
 from raysharding.units import format_bytes
 
@@ -152,7 +153,10 @@ def call_factory(
     """Call an optimizer factory with its kind of argument: (name, parameter) pairs, or parameters."""
     factory = bound(factory, kwargs)
     pairs = list(named)
-    return factory(pairs if isinstance(factory, (ParamGroups, Scheduled)) else [parameter for _, parameter in pairs])
+    made = factory(pairs if isinstance(factory, (ParamGroups, Scheduled)) else [parameter for _, parameter in pairs])
+    if isinstance(made, torch.optim.Optimizer):
+        adapt(made)  # before a schedule, which wraps the optimizer's `step`
+    return made
 
 
 def bound(factory: OptimizerFactory, kwargs: dict[str, Any]) -> OptimizerFactory:

@@ -35,7 +35,7 @@ from raysharding.distributed.fully_shard import (
     warn_once,
     without_trace,
 )
-from raysharding.distributed.optim import check_schedule_has_loss, step_schedule
+from raysharding.distributed.optim import adapt, check_schedule_has_loss, step_schedule
 from raysharding.distributed.training.losses import BatchLoss, LossFunction, loss_of_batch
 from raysharding.distributed.training.passes import Passes, passes_of_call
 from raysharding.errors import EmptyBatchError
@@ -403,6 +403,7 @@ def optim_step(
         Exception: Any error of the optimizer. See `train_step`.
     """
     check_max_grad_norm(max_grad_norm)
+    adapt(optimizer)
     module = unwrapped(module)
     with recovering(module) as progress:
         done.finish(module)

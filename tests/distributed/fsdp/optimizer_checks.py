@@ -44,6 +44,7 @@ from raysharding.distributed import (
     state_dict_type,
 )
 from raysharding.distributed.fully_shard.materialize import materialize
+from raysharding.distributed.optim import adapt
 from raysharding.distributed.saving.optimizer_files import OptimizerLoad
 from raysharding.errors import CheckpointError, PlanError
 from tests.spawn import device_type
@@ -102,10 +103,18 @@ def amsgrad(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters(), lr=torch.tensor(0.01), amsgrad=True, foreach=False)
 
 
-NUM_STATE_TENSORS = {"adamw": 12, "sgd": 6, "plain_sgd": 0, "amsgrad": 18}
+def adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    """Means over rows and columns, whole on every rank; those of a vector, and of a matrix of one row, are cut."""
+    optimizer = torch.optim.Adafactor(module.parameters(), lr=0.01)
+    adapt(optimizer)
+    return optimizer
+
+
+NUM_STATE_TENSORS = {"adamw": 12, "sgd": 6, "plain_sgd": 0, "amsgrad": 18, "adafactor": 10}
 """Of the six parameters that are used and have dims; what a 0-dim one has lies in the outline."""
 
 OPTIMIZERS: Mapping[str, OptimizerOf] = {"adamw": adamw, "sgd": sgd, "plain_sgd": plain_sgd, "amsgrad": amsgrad}
+OPTIMIZERS = {**OPTIMIZERS, "adafactor": adafactor}
 
 
 def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, first: int = 0) -> None:
@@ -396,6 +405,7 @@ def check_mistakes(root: Path) -> None:
 
 
 CASES = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("amsgrad", torch.float32), ("plain_sgd", torch.float32)]
+CASES += [("adafactor", torch.float32)]
 
 
 def save_all(root: Path, name: str) -> None:
