@@ -26,7 +26,7 @@ _OURS = {
     "device_map": "device",
     "lora_config peft": "peft_config",
     # Ray, vLLM, torchrun
-    "tensor_parallel_size tp_size num_gpus num_processes nproc_per_node num_ranks": "world_size",
+    "tensor_parallel_size tp_size num_gpus num_processes nproc_per_node num_ranks n_ranks ranks": "world_size",
     "num_workers dataloader_num_workers": "prefetch world_size",
     "num_cpus resources_per_worker": "cpus_per_rank",
     "scaling_config": "placement",
@@ -68,6 +68,10 @@ _OURS = {
 _SAYINGS = {
     "learning_rate lr weight_decay optim": "give it to the optimizer: set_optimizer(torch.optim.AdamW, lr=...)",
     "lr_scheduler_type warmup_steps warmup_ratio num_warmup_steps": "make a schedule: set_scheduler(...)",
+    "num_labels id2label label2id problem_type": "give model='AutoModelFor...', config_overrides={'num_labels': ...}",
+    "attn_implementation": "give config_overrides={'attn_implementation': ...}",
+    "ignore_mismatched_sizes": "give loading=Loading(key_mapping={'^classifier': 'old'}, strict=False)",
+    "tokenizer processor processing_class": "omit it: data holds ids, and saves copy the checkpoint's tokenizer",
     "low_cpu_mem_usage": "omit it: no rank ever holds a full state dict",
     "trust_remote_code": "code from a checkpoint is never run: give model=, a function that makes the module",
     "token use_auth_token": "set HF_TOKEN in the environment",

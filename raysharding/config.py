@@ -291,7 +291,7 @@ class Loading:
     key_mapping: Mapping[str, str] | None = None
     """Regular expression on checkpoint keys → replacement, applied before the model's own mapping."""
     seed: int = 0
-    """Seed, together with the FQN, of tensors that the checkpoint lacks under `strict=False`. Default 0."""
+    """Seed, together with the FQN, of tensors that the checkpoint lacks. Default 0."""
     shared_memory: bool = True
     """On CPUs: ranks on a reader's host read their parts from the reader's buckets in shared memory instead of
     receiving them through a socket. Ranks that cannot map the buckets still use the socket. Default yes."""

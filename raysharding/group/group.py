@@ -227,8 +227,8 @@ class ShardedModelGroup:
                 bytes done and the bytes in total.
             random_weights: For a dry run: read config.json only, and initialise all weights as transformers does, by
                 `Loading.seed` and the parameter's name: equal ones at every world size, and after a restart.
-            config_overrides: With `random_weights`: field of config.json → other value, such as
-                `{"num_hidden_layers": 2}`; parts by mappings, `{"text_config": {...}}`.
+            config_overrides: Field of config.json → other value, such as `{"num_labels": 3}` for a new head, or with
+                `random_weights` `{"num_hidden_layers": 2}`; parts by mappings, `{"text_config": {...}}`.
 
         Raises:
             ValueError: An argument is invalid, or the name is taken; `replace=True` without a name.

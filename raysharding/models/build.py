@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raysharding.arguments import check_int
 from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
@@ -275,7 +276,8 @@ def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
     Args:
         checkpoint: With a config.json; of one with weights, the weights may not fit any more.
         overrides: Field → value. A mapping changes fields of a part, as of `text_config`. A number of layers also cuts
-            `layer_types`, which lists them. `dtype` takes what `Loading.dtype` takes.
+            `layer_types`, which lists them. `dtype` takes what `Loading.dtype` takes. `num_labels` names the labels as
+            transformers does, unless config.json has as many; `id2label` sets `label2id`, too.
 
     Raises:
         ValueError: The model's configuration has no such field (the error names similar ones), or config.json cannot
@@ -290,9 +292,10 @@ def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
 def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of a configuration with other values; see `override_config`."""
     names = dict(config.attribute_map)  # such as num_hidden_layers → n_layer
-    known = {**config.to_dict(), **fields}
+    # What `from_pretrained` takes beside a configuration's fields.
+    known = {**config.to_dict(), **fields, "num_labels": config.num_labels, "attn_implementation": None}
     result = dict(fields)
-    for given, value in overrides.items():
+    for given, value in _with_labels(config, overrides).items():
         key = "dtype" if given == "torch_dtype" else given  # its older name
         if key not in known and key not in names:
             near = difflib.get_close_matches(key, [*known, *names], 3)
@@ -312,6 +315,21 @@ def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, 
         result[name] = _json_value(name, value, where)
         if key == "num_hidden_layers" and isinstance(value, int) and isinstance(result.get("layer_types"), list):
             result["layer_types"] = result["layer_types"][:value]
+    return result
+
+
+def _with_labels(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides with names of the labels in place of their number, and the names' ids with the names."""
+    result = dict(overrides)
+    number, names = result.pop("num_labels", None), result.get("id2label")
+    if number is not None:
+        check_int("config_overrides['num_labels']", number)
+        if names is None and number != config.num_labels:
+            names = result["id2label"] = {str(index): f"LABEL_{index}" for index in range(number)}
+    if isinstance(names, Mapping):
+        if number not in (None, len(names)):
+            raise ValueError(f"config_overrides: num_labels={number}, and id2label names {len(names)}: leave one out")
+        result.setdefault("label2id", {name: int(index) for index, name in names.items()})
     return result
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import AdapterNames
-from raysharding.models.stand_in import stand_in
+from raysharding.models.stand_in import class_name, stand_in
 
 
 @dataclass
@@ -211,6 +211,39 @@ def _route_transformers(
                 routing.conversions[renamed] = Conversion(converter_of[pattern], renamed, model)
             routing.conversions[renamed].collected.setdefault(pattern, []).append(key)
     return routing
+
+
+def part_outside_base(module: nn.Module, config: Mapping[str, Any] | None) -> Callable[[str], str | None]:
+    """Return a function of a name: its part of the model (the first module) outside of what model classes share.
+
+    The files of a checkpoint hold a model of the class that config.json's `architectures` names. A model of another
+    class has the base in common with that one (`base_model_prefix`), and a head of its own: whatever is outside of the
+    base, and a pooler in it, which some classes leave out. Within the base, all must fit: a missing layer is a mistake.
+
+    Args:
+        module: The model, sharded or not.
+        config: config.json of the files.
+
+    Returns:
+        Name (an FQN, or a checkpoint key) → part; `None` for a name in the base, and for all names if the files hold a
+        model of this class, or may do so.
+    """
+    architectures = (config or {}).get("architectures")
+    if not architectures or not is_transformers_model(module) or class_name(module) in architectures:
+        return lambda _: None
+    prefix: Any = module.base_model_prefix
+    base: nn.Module = getattr(module, prefix, module)
+    shared = {*(name for name, _ in base.named_children()), *base._parameters, *base._buffers}
+    if base is not module:
+        shared.discard("pooler")
+
+    def part(name: str) -> str | None:
+        first, _, rest = name.partition(".")
+        if first == prefix:
+            return f"{prefix}.pooler" if base is not module and rest.startswith("pooler.") else None
+        return None if first in shared else first
+
+    return part
 
 
 def _unexpected_patterns(model: Any) -> set[str]:

@@ -22,6 +22,12 @@ MASKED_LABEL = -100
 _LABEL = re.compile(r"label|target|_positions$|loss")
 
 
+_CURE = (
+    "is it another model's tokenizer? Tokens that were added to this one have no rows yet: in transformers, "
+    "model.resize_token_embeddings(len(tokenizer)) and a save make them, and set vocab_size in config.json"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class InputBounds:
     """Ids for which a model has a row. In a forward an id out of range raises on one rank, while its peers wait."""
@@ -123,7 +129,7 @@ class InputBounds:
             start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
             problem = _unknown(value, number, name == "labels", batch.dim, start)
             if problem is not None:
-                raise ValueError(f"{what}: {name} holds {problem}: is it another model's tokenizer?")
+                raise ValueError(f"{what}: {name} holds {problem}: {_CURE}")
 
 
 def _base(module: Any) -> Any:

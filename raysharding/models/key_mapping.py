@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
-from raysharding.models.conversion import Conversion, Routing, declared_ties, route
+from raysharding.models.conversion import Conversion, Routing, declared_ties, part_outside_base, route
 from raysharding.models.stand_in import clean_name
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class KeyMap:
     ones, non-persistent buffers. Tensors that are already real are not included and keep their values."""
     problems: tuple[str, ...]
     """One line for each mismatch that is an error even under `strict=False`."""
+    heads: frozenset[str] = frozenset()
+    """Those of `missing` and `unexpected` that are no mismatch: heads that only one of two model classes has."""
+    cure: str = ""
+    """What to give if the names in the files have a prefix too much or too little."""
     doubled: tuple[Target, ...] = ()
     """Targets for second names of tied tensors, if the checkpoint holds both names. A rank that can read the files must
     check that the values are equal, with `differing_ties`."""
@@ -99,20 +104,30 @@ class KeyMap:
         """Return the mismatches that headers show, one line each.
 
         Args:
-            strict: Include missing and unexpected keys, not only `problems`.
+            strict: Include missing and unexpected keys, without `heads`, not only `problems`. A checkpoint of which the
+                model takes nothing is a mismatch in any case.
         """
         if not strict:
-            return list(self.problems)
-        missing = [f"missing from the checkpoint: {name}" for name in self.missing]
-        return [*self.problems, *missing, *(f"unexpected in the checkpoint: {name}" for name in self.unexpected)]
+            strange = self.unexpected if not self.targets else ()
+            none = [f"none of its {len(strange)} keys is the model's: {strange[0]}, ..."] if strange else []
+            return [*self.problems, *none]
+        both = (("missing from", self.missing), ("unexpected in", self.unexpected))
+        lines = [f"{what} the checkpoint: {name}" for what, names in both for name in names if name not in self.heads]
+        return [*self.problems, *lines]
 
 
-def misfit(path: str, problems: Sequence[str]) -> PlanError:
-    """Return the error for a checkpoint at `path` that does not fit its model."""
-    return PlanError(
-        f"{path} does not fit the model; {len(problems)} problems (strict=False accepts missing or unexpected keys):",
-        problems=problems,
-    )
+def misfit(path: str, problems: Sequence[str], cure: str = "") -> PlanError:
+    """Return the error for a checkpoint at `path` that does not fit its model.
+
+    Args:
+        path: The checkpoint.
+        problems: A line each.
+        cure: What to change, if it is known. Default: `strict=False`, for keys that it accepts.
+    """
+    if not cure and any(line.startswith(("missing from", "unexpected in")) for line in problems):
+        cure = "strict=False accepts missing or unexpected keys"
+    why = f" ({cure})" if cure else ""
+    return PlanError(f"{path} does not fit the model; {len(problems)} problems{why}:", problems=problems)
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,12 @@ class _Feed:
     """Result of the conversion; a tensor on meta, if the conversion takes more than boxes."""
 
 
-def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None) -> KeyMap:
+def map_keys(
+    module: nn.Module,
+    tensors: Mapping[str, TensorInfo],
+    key_mapping: Mapping[str, str] | None,
+    config: Mapping[str, Any] | None = None,
+) -> KeyMap:
     """Match a checkpoint's headers to a module; reads no tensor.
 
     A tensor without a source is initialised only if it is on meta. In a module that is already real (a second load
@@ -144,6 +164,7 @@ def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: 
         module: Plain or transformers, on meta or real, before or after `fully_shard`.
         tensors: Checkpoint key → header entry.
         key_mapping: Regular expression on checkpoint keys → replacement, applied before the model's own mapping.
+        config: config.json of the checkpoint: what of the model is a new head. Default: nothing is.
 
     Returns:
         The map, which lists mismatches instead of raising them.
@@ -151,7 +172,26 @@ def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: 
     Raises:
         PlanError: `key_mapping` is malformed.
     """
-    return _Mapper(module, tensors, key_mapping).map()
+    part = part_outside_base(module, config)
+    keys = _Mapper(module, tensors, key_mapping).map(part)
+    fits = keys.heads.issuperset((*keys.missing, *keys.unexpected))
+    for prefix, cure in () if fits else _prefix_mappings(keys).items():
+        cured = _Mapper(module, tensors, {**(key_mapping or {}), **cure}).map(part)
+        if 2 * (len(cured.missing) + len(cured.unexpected)) < len(keys.missing) + len(keys.unexpected):
+            whose = "the model's names, and not the keys," if "^" in cure else "the keys, and not the model's names,"
+            return replace(keys, cure=f"{whose} begin with {prefix!r}: give Loading(key_mapping={cure!r})")
+    return keys
+
+
+def _prefix_mappings(keys: KeyMap) -> dict[str, dict[str, str]]:
+    """Return prefix → `key_mapping` that may cure missing names and unexpected keys that differ by this prefix."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys.unexpected[:8]:
+        for dot in (index for index, letter in enumerate(key, 1) if letter == "."):
+            if any(f".{name}".endswith(f".{key[dot:]}") for name in keys.missing):
+                found[key[:dot]] = {"^" + re.escape(key[:dot]): ""}
+        found |= {name[: -len(key)]: {"^": name[: -len(key)]} for name in keys.missing if name.endswith(f".{key}")}
+    return found
 
 
 class _Mapper:
@@ -164,6 +204,7 @@ class _Mapper:
         self._entries = _entries(module)
         self._aliases = _aliases(self._entries)
         self._ties = declared_ties(module)
+        self._vocab_size = getattr(getattr(module, "config", None), "vocab_size", None)
         held = {fqn: entry.tensor for fqn, entry in self._entries.items() if entry.persistent}
         self._routing: Routing = route(module, held, tensors, key_mapping)
         self._feeds: dict[str, _Feed] = {}
@@ -172,7 +213,7 @@ class _Mapper:
         self._unexpected: list[str] = []
         self._doubled: list[Target] = []
 
-    def map(self) -> KeyMap:
+    def map(self, part: Callable[[str], str | None]) -> KeyMap:
         for fqn, keys in self._routing.renamed.items():
             self._feed(fqn, _Feed((keys[0],)))
             if len(keys) > 1:
@@ -185,6 +226,7 @@ class _Mapper:
         self._copy_trained()
         targets = self._targets()
         missing, initialise = self._missing()
+        heads = self._heads(missing, part)  # may find problems
         return KeyMap(
             targets=targets,
             aliases=self._aliases,
@@ -193,6 +235,7 @@ class _Mapper:
             ignored=tuple(dict.fromkeys(self._ignored)),
             initialise=tuple(initialise),
             problems=tuple(self._problems),
+            heads=heads,
             doubled=tuple(alias for alias in self._doubled if self._aliases[alias.fqn] in targets),
         )
 
@@ -291,7 +334,7 @@ class _Mapper:
         found = infos[0].shape if feed.result is None else tuple(feed.result.shape)
         operations = feed.conversion.operations if feed.conversion is not None else ""
         if found != wanted or category(wide) != category(entry.tensor.dtype):
-            self._problems.append(_misfit_of(fqn, entry, feed, found, wide))
+            self._problems.append(_misfit_of(fqn, entry, feed, found, wide) + self._vocabulary(found, wanted))
             return None
         runs = _runs(feed, wanted, wide)
         sources = feed.sources
@@ -300,6 +343,28 @@ class _Mapper:
         return Target(
             fqn, wanted, entry.tensor.dtype, entry.kind, wide, sources, runs, operations, _conversion=feed.conversion
         )
+
+    def _vocabulary(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+        """Return what to change if a table of the checkpoint has another number of tokens than config.json says."""
+        if found[1:] != wanted[1:] or not found or wanted[0] != self._vocab_size:
+            return ""
+        return (
+            f"; {found[0]} tokens, by added tokens and resize_token_embeddings, where config.json has "
+            f"vocab_size={wanted[0]}: give config_overrides={{'vocab_size': {found[0]}}}, or correct config.json"
+        )
+
+    def _heads(self, missing: Sequence[str], part: Callable[[str], str | None]) -> frozenset[str]:
+        """Return the new heads' FQNs, and the keys of heads that the model lacks."""
+        base, trained = self._routing.base, set(self._routing.copies.values())
+        held = {None, *(part(base.get(fqn, fqn)) for fqn in self._feeds)}
+        # A head of which the files hold a part is incomplete; one that is real was loaded or trained: it is not new.
+        new = [fqn for fqn in missing if self._entries[fqn].tensor.is_meta and part(base.get(fqn, fqn)) not in held]
+        self._problems += [
+            f"{base.get(fqn, fqn)}: new, and saves of adapters would not hold it: LoraConfig(modules_to_save=[...])"
+            for fqn in new
+            if base and fqn not in trained
+        ]
+        return frozenset([*new, *(key for key in self._unexpected if part(self._routing.unmatched[key]))])
 
     def _missing(self) -> tuple[list[str], list[str]]:
         missing: list[str] = []

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from raysharding import Loading, Out, PerRank, ShardedModelGroup, Split
+from raysharding.errors import PlanError
 from tests.distributed.fidelity import CASES, NUM_STEPS, Case, batch_of, make_checkpoint
 from tests.models.architectures import ARCHITECTURES
 
@@ -137,9 +138,27 @@ def test_a_new_head_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
             tmp_path,
             model="AutoModelForSequenceClassification",
             world_size=world_size,
-            loading=Loading(strict=False, seed=3),
+            config_overrides={"id2label": dict(enumerate("abc")), "problem_type": "multi_label_classification"},
+            loading=Loading(seed=3),
         ) as group:
-            assert "classifier.weight" in group.load_report.missing
+            new = {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+            assert {*group.load_report.missing} == new <= {*group.load_report.initialised}
+            assert "cls.predictions.bias" in group.load_report.unexpected
             heads.append(group.state_dict(["classifier.weight"])["classifier.weight"])
-    assert heads[0].std() > 0
+            with pytest.raises(PlanError, match=r"missing from the checkpoint: classifier\.weight"):
+                group.load(tmp_path)  # what is there is no new head: it may be trained
+            group.restart(world_size=3 - world_size)
+            assert torch.equal(group.state_dict(["classifier.weight"])["classifier.weight"], heads[0])
+            group.save(tmp_path / f"saved-{world_size}")
+            ids = torch.arange(28).reshape(4, 7) + 3
+            logits = group.forward(input_ids=Split(ids)).logits
+            group.restart(tmp_path / f"saved-{world_size}")
+            assert not group.load_report.missing
+            assert torch.equal(group.forward(input_ids=Split(ids)).logits, logits)
+    assert heads[0].shape[0] == 3
+    assert heads[0].std() == pytest.approx(0.02, rel=0.5)
     assert torch.equal(heads[0], heads[1])
+    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved-2").eval()
+    assert opened.config.id2label == dict(enumerate("abc"))
+    assert opened.config.problem_type == "multi_label_classification"
+    torch.testing.assert_close(opened(input_ids=ids).logits, logits, rtol=1e-5, atol=1e-5)

@@ -32,7 +32,7 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint.format import MANIFEST_NAME, Checksums
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree, broadcast_json
-from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout
+from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout, warn_once
 from raysharding.distributed.loading.mmap import mappable
 from raysharding.distributed.loading.readers import (
     FileLocations,
@@ -359,12 +359,14 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
         adapters.check(opened)
         warned = adapters.other_base(opened)
     manifest = _manifest(opened) if loading.verify == "full" else None
-    keys = map_keys(module, opened.tensors, loading.key_mapping)
+    keys = map_keys(module, opened.tensors, loading.key_mapping, opened.config)
     initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
     kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, initialise)))
     match = CheckpointMatch(opened, keys, state_dict, initialise, manifest, kept, warned)
     if problems := _problems(module, match, loading):
-        raise misfit(opened.path, problems)
+        raise misfit(opened.path, problems, keys.cure)
+    if (new := [name for name in keys.missing if name in keys.heads]) and not opened.is_random:
+        warn_once(f"{opened.path} has no {', '.join(new)}: initialised, and of no use before a training")
     return match
 
 
@@ -431,10 +433,12 @@ def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
 def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> list[str]:
     """Return all problems of the load, a line each."""
     keys, is_strict = match.keys, loading.strict and not match.checkpoint.is_random
-    problems = keys.mismatches(strict=is_strict)
+    # A state dict may have nothing of the model under `strict=False`, as with torch.
+    is_torchs = match.state_dict is not None and not is_strict
+    problems = list(keys.problems) if is_torchs else keys.mismatches(strict=is_strict)
     if is_strict and match.state_dict is not None:
         problems += match.state_dict.mismatches
-    refused = set(keys.missing) if is_strict else set()
+    refused = {*keys.missing} - keys.heads if is_strict else set()
     problems += missing_rules(module, [name for name in match.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.

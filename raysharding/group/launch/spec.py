@@ -107,7 +107,7 @@ class GroupSpec:
     random_weights: bool = False
     """True if config.json alone is read."""
     config_overrides: Mapping[str, Any] | None = None
-    """Field of config.json → value in its place; only with random weights."""
+    """Field of config.json → value in its place."""
     base: str | None = None
     """Path, URI or hub id of the base of the adapters in `checkpoint`; `None`: the hub id in their files."""
 
@@ -166,10 +166,6 @@ class GroupSpec:
             raise ValueError(f"random_weights={self.random_weights!r}: give True or False")
         if self.config_overrides is None:
             return
-        if not self.random_weights:
-            raise ValueError(
-                "config_overrides without random_weights=True: the weights in the files fit the config.json beside them"
-            )
         if not isinstance(self.config_overrides, Mapping):
             raise ValueError(f"config_overrides={self.config_overrides!r}: give a mapping, {{'num_hidden_layers': 2}}")
         source = self.model.model if isinstance(self.model, Adapted) else self.model
@@ -188,8 +184,13 @@ class GroupSpec:
         return replace(self, checkpoint=where, revision=None, base=base)
 
     def of_files(self, source: str) -> Self:
-        """Return the spec for a reload from other files than the group was made from: those hold weights."""
-        return replace(self, checkpoint=source, revision=None, random_weights=False, config_overrides=None, base=None)
+        """Return the spec for a reload from other files than the group was made from: those hold weights.
+
+        A save of the group has the overrides in its config.json; to override them once more changes nothing.
+        """
+        overrides = None if self.random_weights else self.config_overrides
+        changed: dict[str, Any] = {"random_weights": False, "config_overrides": overrides, "base": None}
+        return replace(self, checkpoint=source, revision=None, **changed)
 
     def seen_at(self, base: str, directory: str) -> Self:
         """Return the spec with the base's files in another directory or URI."""
@@ -326,11 +327,15 @@ def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = F
 
 
 def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
-    given = open_one(spec.checkpoint)
+    def open_overridden(path: str) -> Checkpoint | None:
+        found = open_one(path)
+        if found is None or found.adapter is not None or spec.config_overrides is None:
+            return found
+        return override_config(found, spec.config_overrides)
+
+    given = open_overridden(spec.checkpoint)
     if given is None:
         return None
-    if spec.config_overrides is not None:
-        given = override_config(given, spec.config_overrides)
     if given.adapter is None:
         if spec.base is not None:
             raise ValueError(f"base={spec.base!r}, but {given.path} holds no LoRA adapters alone: leave base out")
@@ -340,7 +345,7 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         return Opened(model, given, None)
     adapted = Adapted.of_files(spec.model, given)
     base = adapted.base or spec.base or _named_base(given)
-    opened = open_one(base)
+    opened = open_overridden(base)
     if opened is None:
         return None
     if opened.adapter is not None:
@@ -419,7 +424,7 @@ def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Mo
     module = build_module(model, checkpoint, loading.dtype)
     if checkpoint.is_random:
         return module
-    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
+    keys = map_keys(module, checkpoint.tensors, loading.key_mapping, checkpoint.config)
     if problems := keys.mismatches(strict=loading.strict):
-        raise misfit(checkpoint.path, problems)
+        raise misfit(checkpoint.path, problems, keys.cure)
     return module

@@ -81,7 +81,6 @@ def test_weights_are_as_transformers_draws_them_and_none_are_read(hub: HubServer
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"random_weights": False}, "config_overrides without random_weights=True"),
         ({"random_weights": 1}, "random_weights=1: give True or False"),
         (
             {"config_overrides": {"num_hiden_layers": 1}},
