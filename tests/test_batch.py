@@ -488,7 +488,7 @@ def test_examples_are_dealt_and_collated_by_part() -> None:
     """Rows of any kind; what collate returns has no rows, and a rank without examples gets the first as a dummy."""
     examples = [{"number": number, "label": "text"} for number in range(5)]
     for world_size, num_parts in ((1, 1), (2, 1), (2, 2), (3, 2), (6, 1)):
-        found = []
+        found: list[int] = []
         for batch in deal([Split(examples, collate=first_and_number)], {"flag": True}, world_size):
             for part in map(RankBatch.collated, batch.parts(num_parts)):
                 kwargs = part.kwargs
@@ -506,7 +506,7 @@ def test_examples_are_dealt_and_collated_by_part() -> None:
     ("make", "said"),
     [
         (lambda: Split(torch.ones(2), collate=len), r"Split\(a Tensor, dim=0, collate=.*give a list of examples"),
-        (lambda: Split([1, 2], collate="f"), "collate='f'"),
+        (lambda: Split([1, 2], collate="f"), "collate='f'"),  # type: ignore[arg-type]
         (lambda: Split([1, 2], dim=1, collate=len), "and no dim="),
         (lambda: deal([Split([1, 2], collate=len), 3], {}, 2), "the only positional argument of a call"),
         (lambda: deal([Split([1, 2], collate=len)], {"x": Split(torch.ones(2))}, 2), r"args\[0\], x: a Split with"),
