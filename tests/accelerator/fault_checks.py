@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from raysharding import CallTimeoutError, GroupError, RayshardingError
 from raysharding.batch import RankBatch, Split, deal
@@ -31,13 +32,14 @@ from raysharding.config import Loading, Sharding, Timeouts
 from raysharding.distributed import (
     init_mesh,
     load_checkpoint,
+    load_full_state_dict,
     load_optimizer_state,
     save_checkpoint,
     shard_module,
     train_step,
 )
 from raysharding.distributed.comm import waits_for_others
-from raysharding.distributed.fully_shard import is_recoverable
+from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor
 from raysharding.distributed.training import Accumulation, forward_backward, generate, optim_step
 from tests import forking
 from tests.accelerator import group_checks
@@ -205,6 +207,27 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+def check_offloaded_state_of_whole_matrices(root: Path) -> None:
+    """Under offload a matrix-wise rule runs on the device, and its state, cut or not, is in host memory."""
+    torch.manual_seed(0)
+    alone = make_model()
+    module = sharded(make_model().to("meta"), cpu_offload=True)
+    load_full_state_dict(module, alone.state_dict() if dist.get_rank() == 0 else {})
+    rows = torch.ones(4, 64)
+    optimizer = torch.optim.Adafactor(module.parameters(), lr=0.01)
+    expected = torch.optim.Adafactor(alone.parameters(), lr=0.01)
+    for _ in range(2):
+        train_step(module, optimizer, batch_of({"input": rows}), loss=mean_square)
+        expected.zero_grad()
+        alone(rows).square().mean().backward()
+        expected.step()
+    values = [value for held in optimizer.state.values() for value in held.values()]
+    assert {local_tensor(value).device.type for value in values} == {"cpu"}
+    for one, other in zip(module.parameters(), alone.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(local_tensor(one), local_tensor(cut(other, one)), rtol=1e-4, atol=1e-6)
+
+
 def check_labels_of_a_loss_function(root: Path) -> None:
     """Labels that only the loss function takes come to the device of the output."""
     seen = []
@@ -279,6 +302,7 @@ def die_and_say_something_else(*_: Any) -> None:
 CHECKS = (
     check_reader_threads,
     check_offloaded_state,
+    check_offloaded_state_of_whole_matrices,
     check_labels_of_a_loss_function,
     check_generator_after_generate,
     check_one_rank_without_memory,

@@ -7,7 +7,7 @@ library: a range of elements is a range of bytes in a file, in a message and in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -140,12 +140,16 @@ def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
 
 
 def with_layout(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> DTensor:
-    """Return a DTensor of a shard with the mesh, placements, shape and strides of another. Not collective.
+    """Return a DTensor of a shard, of any dtype, with mesh, placements, shape and strides of another. Not collective.
 
     Made as FSDP2 makes its DTensors: `DTensor.from_local` takes ten times as long, which matters for thousands of
     parameters, and moves the shard to the device of the mesh.
     """
-    return DTensor(local, like._spec, requires_grad=requires_grad)
+    spec = like._spec
+    assert spec.tensor_meta is not None, "every DTensor has a shape"
+    if local.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=requires_grad)
 
 
 def message_device(module: nn.Module) -> torch.device:

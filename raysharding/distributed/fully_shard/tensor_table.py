@@ -14,7 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.fully_shard.internals import is_offloaded, mark_offloaded
-from raysharding.distributed.fully_shard.layout import inner_tensor, local_tensor, shard_index_of, tensor_layout
+from raysharding.distributed.fully_shard.layout import (
+    inner_tensor,
+    local_tensor,
+    shard_index_of,
+    tensor_layout,
+    with_layout,
+)
 
 
 class TensorTable(nn.Module):
@@ -53,15 +59,8 @@ def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     """
     result = torch.empty(inner_tensor(tensor).shape, dtype=dtype or tensor.dtype, device="meta")
     if isinstance(tensor, DTensor):
-        result = _with_shard(result, tensor)
+        result = with_layout(result, tensor, requires_grad=False)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
-
-
-def _with_shard(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor of a shard, which may have another dtype than `like`."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def cut(value: torch.Tensor, like: DTensor) -> DTensor:
@@ -79,4 +78,4 @@ def cut(value: torch.Tensor, like: DTensor) -> DTensor:
     part = value.detach().reshape(-1)[start:stop].view(local.shape)
     # A shard on meta has no device to copy to.
     device = torch.device(like.device_mesh.device_type) if local.is_meta else local.device
-    return _with_shard(part.to(device, copy=True), like)
+    return with_layout(part.to(device, copy=True), like, requires_grad=False)
