@@ -108,7 +108,7 @@ def _missed_as_base(path: Path) -> set[str] | None:
     """Return the keys that `AutoModel` misses in a directory; `None` if there is no such class or no tiny one of it."""
     import transformers
 
-    with suppress(ValueError):
+    with suppress(ValueError, AttributeError):
         return set(transformers.AutoModel.from_pretrained(path, output_loading_info=True)[1]["missing_keys"])
     return None
 
