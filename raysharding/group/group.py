@@ -1044,7 +1044,7 @@ class ShardedModelGroup:
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
         is_origin = dtype is None and (optimizer or not self._fits.is_running)
-        cast = None if dtype is None else floating_dtype(dtype, "dtype")
+        cast = None if dtype is None else floating_dtype(dtype)
         to = Destination(normal_path(os.fspath(path)), overwrite, keep_last, dtype=cast)
         what = to, optimizer, async_save, is_origin
         return submit_save(self._running, *what, self._noted).keep_alive(self)

@@ -79,9 +79,8 @@ def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple
         for names in (*groups, ("",)):
             held = _held(root, names, members, found, kind)
             main = _main_dtype(held, kind)
-            for name, parameters in held.items():
-                others = [one for one in parameters.values() if kind(one) != main]
-                found.update(one for one in others if _may_be_whole(root, name, one))
+            others = [(name, one) for name, owned in held.items() for one in owned.values() if kind(one) != main]
+            found.update(one for name, one in others if _may_be_whole(root, name, one))
     return found
 
 

@@ -463,8 +463,7 @@ class Worker:
             state = self.optimizer if optimizer else None
             report = begin_save(self.module, destination, state, self.trainer.position, self.status.stall_s).run(follow)
             self._sidecars = path
-            is_whole = dtype is None and (state is not None or self.optimizer is None)
-            self.status.is_saved = self.status.is_saved or is_whole
+            self.status.is_saved = self.status.is_saved or self._holds_all(state, dtype)
             return report
 
     def save_async(
@@ -495,9 +494,12 @@ class Worker:
             state = self.optimizer if optimizer else None
             options: dict[str, Any] = {"position": self.trainer.position, "stall_s": self.status.stall_s}
             number = self.status.saver.save(self.module, destination, optimizer=state, **options)
-            is_whole = dtype is None and (state is not None or self.optimizer is None)
-            self.status.copied = self.status.num_changes if is_whole else None
+            self.status.copied = self.status.num_changes if self._holds_all(state, dtype) else None
             return number
+
+    def _holds_all(self, state: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> bool:
+        """Return True if a save holds what training continues from."""
+        return dtype is None and (state is not None or self.optimizer is None)
 
     def save_status(self, number: int) -> BackgroundSave | None:
         """Return the status of a background save; `None` if there is no such save. Safe from any thread."""

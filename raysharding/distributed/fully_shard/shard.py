@@ -126,7 +126,8 @@ def shard_groups(
     device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)
     in_full = full_precision_groups(module, sharding, groups)
-    whole = _whole_slots(module, whole_parameters(module, sharding, groups))
+    found = whole_parameters(module, sharding, groups)
+    whole = [(held, name) for held in module.modules() for name, one in held._parameters.items() if one in found]
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
     checkpoint_activations(module, groups, sharding, device)
@@ -180,19 +181,10 @@ def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> 
         )
 
 
-def _whole_slots(module: nn.Module, parameters: Container[nn.Parameter]) -> list[tuple[nn.Module, str]]:
-    """Return (owner, name in the owner) of each of these parameters."""
-    return [
-        (submodule, name)
-        for submodule in module.modules()
-        for name, parameter in submodule._parameters.items()
-        if parameter is not None and parameter in parameters
-    ]
-
-
 def _parameters_in(slots: Iterable[tuple[nn.Module, str]]) -> set[nn.Parameter]:
-    found = (submodule._parameters[name] for submodule, name in slots)
-    return {parameter for parameter in found if parameter is not None}
+    """Return the parameters that modules hold under these names now."""
+    found = (module._parameters[name] for module, name in slots)
+    return {one for one in found if one is not None and not isinstance(one, DTensor)}
 
 
 def _keep_full_precision(module: nn.Module) -> None:

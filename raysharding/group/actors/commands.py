@@ -287,18 +287,8 @@ class RankCommands:
         is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
         return value if is_wanted else None
 
-    def save(
-        self,
-        path: str,
-        overwrite: bool,
-        optimizer: bool,
-        keep_last: int | None,
-        dtype: torch.dtype | None,
-        async_save: bool,
-        token: str,
-    ) -> Any:
+    def save(self, path: str, overwrite: bool, async_save: bool, options: Mapping[str, Any]) -> Any:
         """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
-        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "dtype": dtype, "token": token}
         if async_save:
             return self._worker.save_async(path, overwrite, **options)
         report = self._worker.save(path, overwrite, **options)

@@ -32,7 +32,8 @@ def submit_save(
     """
     client, files = running.client, running.files
     save = files.begin_save(to.path, is_origin=is_origin)
-    what = (to.path, to.overwrite, optimizer, to.keep_last, to.dtype, async_save, save.token)
+    options = {"optimizer": optimizer, "keep_last": to.keep_last, "dtype": to.dtype, "token": save.token}
+    what = (to.path, to.overwrite, async_save, options)
     collect = Collect(lambda _: None) if async_save else collect_rank0
     stall_s = client.timeouts.load_stall_s
     call = client.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
