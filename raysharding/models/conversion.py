@@ -13,7 +13,7 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import AdapterNames
-from raysharding.models.stand_in import class_name, stand_in
+from raysharding.models.stand_in import stand_in
 
 
 @dataclass
@@ -229,7 +229,8 @@ def part_outside_base(module: nn.Module, config: Mapping[str, Any] | None) -> Ca
         model of this class, or may do so.
     """
     architectures = (config or {}).get("architectures")
-    if not architectures or not is_transformers_model(module) or class_name(module) in architectures:
+    classes = {cls.__name__ for cls in type(module).__mro__}  # a subclass has the heads of its class
+    if not architectures or not is_transformers_model(module) or not classes.isdisjoint(architectures):
         return lambda _: None
     prefix: Any = module.base_model_prefix
     base: nn.Module = getattr(module, prefix, module)

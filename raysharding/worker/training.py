@@ -131,7 +131,10 @@ class Trainer:
         """
         optimizer = self._require_optimizer("set_scheduler")
         with self._status.running("call", "set_scheduler"):
-            return attach_schedule(optimizer, schedule)
+            num_steps = attach_schedule(optimizer, schedule)
+            # A restart from the files would go on with the schedule that was replaced.
+            self._status.is_saved = self._status.is_saved and not num_steps
+            return num_steps
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
         """Plan the load of a checkpoint's optimizer state. Collective: ranks without the files ask rank 0.

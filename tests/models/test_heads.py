@@ -107,6 +107,16 @@ def test_what_is_lost_is_no_new_head(source: str, lost: str, model: str | None, 
         fitted(tmp_path, model)
 
 
+def test_a_head_of_a_subclass_is_no_new_one(tmp_path: Path) -> None:
+    class OwnLlama(transformers.LlamaForCausalLM): ...
+
+    rest = {key: value for key, value in saved(tmp_path, "LlamaForCausalLM").items() if key != "lm_head.weight"}
+    rewrite(tmp_path, rest)
+    opened = open_checkpoint(tmp_path)
+    with pytest.raises(PlanError, match=r"missing .* lm_head\.weight"):
+        fitted_module(lambda: OwnLlama(transformers.LlamaConfig(**_SIZE)), opened, Loading())
+
+
 @pytest.mark.parametrize("source", ["BertForMaskedLM", "BertModel"])
 def test_a_layer_too_many_is_no_other_head(source: str, tmp_path: Path) -> None:
     tensors = saved(tmp_path, source)

@@ -131,7 +131,8 @@ def keep_sidecars(directory: str, staging: str) -> None:
         OSError: The disk is full or failed.
     """
     for name in own_sidecars(directory):
-        if not os.path.lexists(os.path.join(staging, name)):
+        is_file_now = any(os.path.isfile(os.path.join(staging, folder)) for folder in folders_of([name]))
+        if not is_file_now and not os.path.lexists(os.path.join(staging, name)):
             make_parents(staging, name)
             shutil.copy2(os.path.join(directory, name), os.path.join(staging, name))
 

@@ -127,9 +127,14 @@ def cast_inputs_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         others = {key: value for key, value in kwargs.items() if key not in _UNCAST}
-        if all(leaf.dtype == dtype for _, leaf in leaves((args, others)) if _is_floating(leaf)):
+        chosen = [leaf for _, leaf in leaves([kwargs.get(key) for key in _UNCAST]) if _is_floating(leaf)]
+        is_cast = all(leaf.dtype == dtype for _, leaf in leaves((args, others)) if _is_floating(leaf))
+        if is_cast and not any(hasattr(leaf, "_follows_inputs") for leaf in chosen):
             return args, kwargs
-        return map_leaves(cast, args), kwargs | map_leaves(cast, others)
+        for leaf in chosen:
+            # The model made it for hidden states in a wider dtype, and gives it to the later blocks, too.
+            leaf._follows_inputs = True
+        return map_leaves(cast, args), map_leaves(cast, kwargs)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 

@@ -32,7 +32,7 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint.format import MANIFEST_NAME, Checksums
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree, broadcast_json
-from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout, warn_once
+from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.loading.mmap import mappable
 from raysharding.distributed.loading.readers import (
     FileLocations,
@@ -362,11 +362,11 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
     keys = map_keys(module, opened.tensors, loading.key_mapping, opened.config)
     initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
     kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, initialise)))
+    if (new := [name for name in keys.missing if name in keys.heads]) and not opened.is_random:
+        warned += (f"{opened.path} has no {', '.join(new)}: initialised, and of no use before a training",)
     match = CheckpointMatch(opened, keys, state_dict, initialise, manifest, kept, warned)
     if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems, keys.cure)
-    if (new := [name for name in keys.missing if name in keys.heads]) and not opened.is_random:
-        warn_once(f"{opened.path} has no {', '.join(new)}: initialised, and of no use before a training")
     return match
 
 

@@ -92,7 +92,8 @@ class LoadReport:
     kept: tuple[str, ...] = ()
     """FQNs of LoRA adapters that stay as they were, in effect: the checkpoint holds their base model."""
     warnings: tuple[str, ...] = ()
-    """What may be wrong with the result: adapters that name another base model. A group's driver warns of it, too."""
+    """What may be wrong with the result: adapters that name another base model, a head without values in
+    the files. A group's driver warns of it, too."""
 
     @classmethod
     def merge(cls, plan: LoadPlan, per_rank: Sequence[Mapping[str, Any]]) -> Self:

@@ -183,7 +183,11 @@ class OptimizerSnapshot:
             given: Snapshot of the optimizer before the load.
         """
         pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]]
-        pairs = [({"lr": _base(old)}, {"lr": _base(new)}) for old, new in zip(self.groups, given.groups, strict=True)]
+        pairs = [
+            ({"lr": _base(old)}, {"lr": _base(new)})
+            for old, new in zip(self.groups, given.groups, strict=True)
+            if self.schedule is None or "initial_lr" in old  # ReduceLROnPlateau keeps no rate of the beginning
+        ]
         cure = "group.set_optimizer(...), after the load, begins a new one"
         if self.schedule is not None and given.schedule is not None:
             pairs.append((self.schedule[1], given.schedule[1]))

@@ -150,6 +150,12 @@ def test_folders_that_a_save_copied_are_replaced_and_the_users_files_in_them_sta
     assert files_of(tmp_path / "step-1") == mine | {"y/kept.json": b"first"}, "no longer a save's"
 
 
+def test_a_folder_that_a_save_copied_may_become_a_file(tmp_path: Path) -> None:
+    save_one(tmp_path / "out", 1.0, {"tokenizer/vocab.txt": b"first"})
+    save_one(tmp_path / "out", 2.0, {"tokenizer": b"second"})
+    assert files_of(tmp_path / "out")["tokenizer"] == b"second"
+
+
 @pytest.fixture
 def mounted(final: Path) -> Iterator[Path]:
     """Another file system in the directory."""

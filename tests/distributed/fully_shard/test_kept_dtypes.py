@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
 from raysharding.batch import Split, deal
@@ -32,6 +32,7 @@ from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type,
 from raysharding.models import build_module, full_precision_groups, wrap_groups
 from tests.distributed.fully_shard.sharding_models import full
 from tests.grid import world_sizes
+from tests.models.architectures import ARCHITECTURES
 from tests.models.tiny import tiny_models
 from tests.models.tiny_batches import tiny_batches
 from tests.spawn import device_type, run_ranks
@@ -324,3 +325,20 @@ def refuses_to_train_in_float16() -> None:
 
 def test_training_in_float16_is_refused() -> None:
     run_ranks(1, refuses_to_train_in_float16)
+
+
+def mixes_wide_hidden_states() -> None:
+    """Hidden states that are float32 between the blocks: a Llama's cosines follow them."""
+    ids = torch.arange(10).view(2, 5)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for fields in ({"mixed_precision": policy}, {"mixed_precision": "bf16", "ignored_modules": ["model.embed_tokens"]}):
+        model = ARCHITECTURES["llama"].make()
+        expected = model(input_ids=ids, labels=ids).loss.item()
+        shard_module(model, init_mesh(device_type()), Sharding(**fields))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(expected, rel=0.02)
+
+
+def test_mixed_precision_takes_hidden_states_in_float32() -> None:
+    run_ranks(1, mixes_wide_hidden_states)

@@ -138,10 +138,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @cache
 def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
     """Every rank's check → traceback."""
-    return run_ranks(world_size, run_checks, CHECKS[world_size], root, timeout_s=200)
+    return run_ranks(world_size, run_checks, CHECKS[world_size], root, timeout_s=100)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
 def test_on_ranks(world_size: int, name: str, root: Path) -> None:
     if name == "saving.save_checks.check_full_disk" and not os.path.ismount(root / save_checks.SMALL_DISK):

@@ -265,3 +265,20 @@ def update_without_a_loss() -> None:
 
 def test_a_schedule_that_lacks_a_loss_is_refused_before_the_update() -> None:
     run_ranks(2, update_without_a_loss)
+
+
+def load_after_a_reduction(path: str) -> list[str]:
+    pair, rows = ScheduledPair("plateau"), CASES["token_mean"].rows()
+    for _ in range(4):
+        pair.both(rows)
+    assert pair.optimizer.param_groups[0]["lr"] < 0.01, "or no rate was reduced"
+    save_checkpoint(pair.module, path, optimizer=pair.optimizer)
+    fresh = ScheduledPair("plateau")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_optimizer_state(fresh.module, fresh.optimizer, path)
+    return [str(one.message) for one in caught if "goes on as saved" in str(one.message)]
+
+
+def test_a_rate_that_was_reduced_is_no_other_rate(tmp_path: Path) -> None:
+    assert run_ranks(2, load_after_a_reduction, str(tmp_path / "saved")) == [[], []]
