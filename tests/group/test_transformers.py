@@ -130,6 +130,7 @@ def test_rows_times_rows_outputs_are_not_concatenated(tmp_path: Path) -> None:
     assert len(parts) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.* initialised, and of no use before a training")
 def test_a_new_head_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CASES["bert-new-head"])
     heads = []
@@ -143,6 +144,7 @@ def test_a_new_head_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
         ) as group:
             new = {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
             assert {*group.load_report.missing} == new <= {*group.load_report.initialised}
+            assert all(name in group.load_report.warnings[0] for name in new)
             assert "cls.predictions.bias" in group.load_report.unexpected
             heads.append(group.state_dict(["classifier.weight"])["classifier.weight"])
             with pytest.raises(PlanError, match=r"missing from the checkpoint: classifier\.weight"):

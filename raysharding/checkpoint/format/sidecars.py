@@ -26,7 +26,7 @@ _MAX_ENTRIES: Final = 100
 """Most entries of a folder; one with more holds data."""
 _MAX_DEPTH: Final = 3
 _WEIGHTS: Final = re.compile(
-    r"\.(safetensors|bin|pth?|ckpt|h5|msgpack|onnx|gguf|ot|np[yz]|pkl|pickle|distcp|tflite)\b", re.IGNORECASE
+    r"\.(safetensors|bin|pth?|ckpt|h5|msgpack|onnx|gguf|ot|npz|pkl|pickle|distcp|tflite)\b", re.IGNORECASE
 )
 """Weights and optimizer state of any library, with their indexes."""
 _NO_SIDECAR: Final = re.compile(
