@@ -48,7 +48,7 @@ def test_every_name_that_the_libraries_write_travels(tmp_path: Path) -> None:
         hub.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
         f"{hub.CHAT_TEMPLATE_DIR}/tool_use.jinja",
     }
-    names |= {"special_tokens_map.json", "added_tokens.json", "tokenizer_config.json", "adapter_config.json"}
+    names |= {"special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"}
     names |= {"config_sentence_transformers.json", "sentence_bert_config.json", "modules.json", "idf.json"}
     names |= {"router_config.json", "1_Pooling/config.json", "2_Dense/config.json", "1_CNN/cnn_config.json"}
     names |= {
