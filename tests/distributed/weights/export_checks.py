@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+from raysharding.distributed.fully_shard import local_tensor
 from raysharding.distributed.weights import WeightStream
 from raysharding.models import Adapted, build_module
 from raysharding.worker import Worker, current_worker
@@ -101,14 +102,14 @@ def check_adapters(root: Path) -> None:
     for name, dtype in ADAPTED:
         path = root / f"adapted-{name}-{dtype}"
         module = loaded(path / "base", dtype, path / "adapters")
-        before = [parameter.to_local().clone() for parameter in module.parameters()]
+        before = [local_tensor(parameter).clone() for parameter in module.parameters()]
         alone, merged = (load_file(path / file) for file in ("adapters/adapter_model.safetensors", MERGED))
         found += differences(streamed(module), alone, is_given)
         values = [streamed(module, merge=True, bucket_bytes=700), streamed(module, merge=True, dtype=torch.float16)]
         if device_type() == "cpu":  # another device, other rounding
             found += differences(values[0], merged, is_given)
             found += differences(values[1], {key: one.to(torch.float16) for key, one in merged.items()}, is_given)
-        after = [parameter.to_local() for parameter in module.parameters()]
+        after = [local_tensor(parameter) for parameter in module.parameters()]
         found += [] if all(map(torch.equal, before, after)) else ["the module's own tensors have changed"]
     assert not found
 
