@@ -1,4 +1,4 @@
-"""The command line: `raysharding inspect PATH` shows a checkpoint's contents, `raysharding bench PATH` times loads.
+"""The command line: `raysharding inspect PATH` shows a checkpoint's contents.
 
 `raysharding plan PATH` prints the memory that a group would need and whether the group fits, `raysharding doctor`
 checks a cluster, and `raysharding merge CHECKPOINT_DIR OUTPUT_PATH` converts a sharded torch checkpoint to standard
@@ -22,7 +22,6 @@ from raysharding.errors import RayshardingError
 from raysharding.units import format_bytes
 
 if TYPE_CHECKING:
-    from raysharding.bench import Load
     from raysharding.checkpoint import Checkpoint, TensorInfo
     from raysharding.group.cluster import NodeCapacity
 
@@ -77,45 +76,6 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, indent=2))
-
-
-def _bench(options: argparse.Namespace) -> None:
-    from raysharding.bench import (
-        DEFAULT_TRANSPORTS,
-        bench,
-        json_lines,
-        load_line,
-        progress_line,
-        require_matplotlib,
-        save_plot,
-        table,
-        verdict,
-    )
-
-    transports = options.transports or list(DEFAULT_TRANSPORTS)
-    if options.plot is not None:
-        require_matplotlib()
-
-    def progress(load: Load) -> None:
-        print(progress_line(load, options.rounds), file=sys.stderr, flush=True)
-        if options.json:
-            print(load_line(load), flush=True)
-
-    print(f"starting {' and '.join(map(str, options.world_size))} rank processes", file=sys.stderr, flush=True)
-    checkpoint, results = bench(
-        options.path,
-        world_sizes=options.world_size,
-        num_rounds=options.rounds,
-        transports=transports,
-        timeout_s=options.timeout_s,
-        progress=progress,
-    )
-    if options.json:
-        print("\n".join(json_lines(results)))
-    lines = (table(results, checkpoint.num_bytes, transports[0]), "", *verdict(results))
-    print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
-    if options.plot is not None:
-        save_plot(options.plot, results, f"{options.path}, {format_bytes(checkpoint.num_bytes)}")
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -215,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="print each rank's memory in a group, and whether the group fits"))
     _add_doctor(commands.add_parser("doctor", help="check a Ray cluster: versions, interfaces, links, exposure"))
     _add_merge(commands.add_parser("merge", help="convert a sharded torch checkpoint to standard files"))
-    _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, and their lower bounds"))
     return parser
 
 
@@ -276,27 +235,6 @@ def _add_merge(merge: argparse.ArgumentParser) -> None:
     merge.set_defaults(run=_merge)
 
 
-def _add_bench(bench: argparse.ArgumentParser) -> None:
-    bench.description = (
-        "Loads a checkpoint with each transport in separate processes, without Ray: all transports and two floors, "
-        "which are lower bounds (each rank reads its own bytes; gloo scatters the same number of bytes from memory), "
-        "in turn, warm. Needs no GPU, and as much memory as the checkpoint."
-    )
-    bench.add_argument("path", help="Hugging Face directory, .safetensors file or index JSON, config.json beside it")
-    bench.add_argument("--world-size", type=_counts, default=[4], help="ranks, or several: 2,8; default 4")
-    bench.add_argument("--rounds", type=_count, default=5, help="rounds, after one warm-up round; default 5")
-    bench.add_argument(
-        "--transports",
-        type=_transports,
-        help="from local, scatter, scatter_wire (without shared memory), broadcast, mmap; default: "
-        "local,scatter,broadcast",
-    )
-    bench.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load; default 300")
-    bench.add_argument("--json", action="store_true", help="print lines of JSON on stdout, and the table on stderr")
-    bench.add_argument("--plot", metavar="PNG", help="plot the table to this file; needs matplotlib")
-    bench.set_defaults(run=_bench)
-
-
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
@@ -311,10 +249,6 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-def _counts(text: str) -> list[int]:
-    return sorted({_count(part) for part in text.split(",")})
-
-
 def _port_range(text: str) -> tuple[int, int] | None:
     from raysharding.config import Placement
 
@@ -323,16 +257,6 @@ def _port_range(text: str) -> tuple[int, int] | None:
         return Placement(port_range=(first, last)).port_range
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: give a first and a last port, such as 29500-29599") from error
-
-
-def _transports(text: str) -> list[str]:
-    from raysharding.bench import TRANSPORTS
-
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in TRANSPORTS:
-            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(TRANSPORTS)}")
-    return names
 
 
 def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 import raysharding
-from raysharding.bench import DEFAULT_TRANSPORTS, TRANSPORTS
 from raysharding.cli import main
 from tests.checkpoint.torch_formats.dcp_files import save_with_torch
 
@@ -142,20 +141,12 @@ assert not heavy, heavy
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
     command = [sys.executable, "-c", LIGHT, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"raysharding {raysharding.__version__}" if words == ["--version"] else "usage: ")
-
-
-def test_help_of_bench_lists_the_transports(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    told = "".join(capsys.readouterr().out.split())
-    assert f"default:{','.join(DEFAULT_TRANSPORTS)}" in told
-    assert all(name in told for name in TRANSPORTS)
 
 
 def test_inspect_in_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

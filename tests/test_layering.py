@@ -62,7 +62,6 @@ FLOORS = {
         "torch ray numpy tqdm typing_extensions matplotlib mlflow wandb IPython",
         "placement, supervision, calls; the only user of ray",
     ),
-    "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),
     "callbacks": _floor(6, "", "public: what a fit tells its metrics to"),
     "cli": _floor(6, "torch ray tqdm", "the command line"),

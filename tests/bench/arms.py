@@ -1,4 +1,4 @@
-"""The arms of `loading.py`: the package's own, and its peers, on any kind of checkpoint. Made on each rank."""
+"""The arms of `loading.py`: raysharding's own, the floors, and the peers. Made on each rank."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from raysharding.bench.arms import loading_of, own_arms
-from raysharding.bench.case import Arm, Case, Run
-from raysharding.config import Sharding
-from raysharding.distributed import materialize
-from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
-from raysharding.distributed.fully_shard import local_tensor, module_tensors
+from raysharding.config import Loading, Sharding
+from raysharding.distributed import load_checkpoint
+from tests.bench.case import Arm, Case, Run
 from tests.bench.checkpoints import KINDS, Kind, build
-from tests.bench.fresh import sampled
+from tests.bench.floors import prepare_pinned_floor, prepare_preadv_floor, prepare_scatter_floor
 from tests.bench.peers import PEERS, Peer, load_with_forward
 
-PINNED_BYTES = 64 << 20
-"""Bytes of the page-locked buffer."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "auto": {"transport": "auto"},
+    "scatter": {"transport": "scatter"},
+    "scatter_wire": {"transport": "scatter", "shared_memory": False},
+    "broadcast": {"transport": "broadcast"},
+    "local": {"transport": "local"},
+    "mmap": {"mmap": True},
+}
+"""Arm → fields of `Loading`. `scatter` may use shared memory between ranks of one host, `scatter_wire` never does."""
 
 
 def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
@@ -28,7 +31,7 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
 
     Args:
         options: `checkpoint`; `kind`: one of `KINDS`; `loading` (fields of `Loading`, JSON); `device_type`;
-            `replicate_size`; `memory`: directory to which each rank writes its memory, see `sampled`.
+            `replicate_size`.
     """
     kind = KINDS[options["kind"]]
     directory = Path(options["checkpoint"])
@@ -36,18 +39,36 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
     if kind.dtype is not None:
         loading["dtype"] = kind.dtype
     case = Case(
-        str(directory),
+        directory,
         lambda: build(kind.name, directory),
         loading,
         Sharding(replicate_size=options.get("replicate_size", 1)),
         options.get("device_type", "cpu"),
     )
-    peers = [peer_arm(peer, kind) for peer in PEERS.values()]
-    pinned = Arm("pinned_floor", prepare_pinned_floor, is_floor=True, device_type="cuda")
-    arms = [*own_arms().values(), pinned, *peers, mmap_forward_arm(kind)]
-    if (memory := options.get("memory")) is not None:
-        arms = [sampled(arm, memory) for arm in arms]
+    arms = [
+        *map(own_arm, OPTIONS),
+        Arm("preadv_floor", prepare_preadv_floor, is_floor=True, device_type="cpu"),
+        Arm("scatter_floor", prepare_scatter_floor, is_floor=True, device_type="cpu"),
+        Arm("pinned_floor", prepare_pinned_floor, is_floor=True, device_type="cuda"),
+        *(peer_arm(peer, kind) for peer in PEERS.values()),
+        mmap_forward_arm(kind),
+    ]
     return case, {arm.name: arm for arm in arms}
+
+
+def loading_of(case: Case, name: str) -> Loading:
+    """The `Loading` of one of `OPTIONS`, with the case's own fields."""
+    return Loading(**{**case.loading, **OPTIONS[name]})
+
+
+def own_arm(name: str) -> Arm:
+    """One of `OPTIONS` as an arm."""
+
+    def prepare(case: Case, module: nn.Module) -> Run:
+        loading = loading_of(case, name)
+        return lambda: load_checkpoint(module, case.checkpoint, loading=loading)
+
+    return Arm(name, prepare, device_type="cpu" if name in ("mmap", "scatter_wire") else None)
 
 
 def peer_arm(peer: Peer, kind: Kind) -> Arm:
@@ -60,7 +81,7 @@ def peer_arm(peer: Peer, kind: Kind) -> Arm:
             raise ValueError("peers are measured without replicas")
         peer.imports()
         given = None if peer.builds_module else module
-        return lambda: peer.run(given, Path(case.checkpoint), case.loading.get("dtype"))
+        return lambda: peer.run(given, case.checkpoint, case.loading.get("dtype"))
 
     return Arm(peer.name, prepare, device_type=peer.device)
 
@@ -72,24 +93,6 @@ def mmap_forward_arm(kind: Kind) -> Arm:
         if "transformers_forward" in kind.cannot:
             raise ValueError(kind.cannot["transformers_forward"])
         loading = loading_of(case, "mmap")
-        return lambda: load_with_forward(Path(case.checkpoint), loading)
+        return lambda: load_with_forward(case.checkpoint, loading)
 
     return Arm("mmap_forward", prepare, device_type="cpu")
-
-
-def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
-    """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
-    if not is_accelerator(torch.device(case.device_type)) or not is_available(case.device_type):
-        raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
-    device = current_device(case.device_type)
-    materialize(module, device)
-    targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
-    parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
-    source = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def run() -> None:
-        for part in parts:
-            part.copy_(source[: part.numel()], non_blocking=True)
-        device_module(device).synchronize(device)
-
-    return run

@@ -32,9 +32,9 @@ from torch import nn
 
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
-from raysharding.bench.ratios import Figure
 from raysharding.group.rpc.connection import accept_ranks
 from raysharding.group.rpc.messages import Command, Packed, Response, pack_batches
+from tests.bench.ratios import Figure
 
 NUM_CPUS = 8
 MATRIX = 256

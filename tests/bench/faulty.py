@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.bench.case import Arm, Case, Run
 from raysharding.distributed import materialize
+from tests.bench.case import Arm, Case, Run
 
 
 def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
@@ -20,7 +21,7 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
     if "refuse" in options:
         raise ValueError(options["refuse"])
     arms = [Arm(name, _prepare(run)) for name, run in _RUNS.items()]
-    return Case(options["checkpoint"], _build), {arm.name: arm for arm in arms}
+    return Case(Path(options["checkpoint"]), _build), {arm.name: arm for arm in arms}
 
 
 def _build() -> nn.Module:

@@ -198,7 +198,7 @@ def measure(rounds: int) -> dict[str, list[Seconds]]:
 
 def lines(found: dict[str, list[Seconds]], before: float, after: float) -> list[str]:
     """A block for people."""
-    from raysharding.bench.ratios import Figure
+    from tests.bench.ratios import Figure
 
     def said(values: list[float], unit: str = " s") -> str:
         figure = Figure.of(values)

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from raysharding.bench.ratios import Figure
 from raysharding.distributed import init_mesh, save_checkpoint, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving.async_save import AsyncSaver
 from raysharding.distributed.saving.save import Destination
 from raysharding.units import MIB
 from tests.bench.memory import MemorySampler
+from tests.bench.ratios import Figure
 from tests.spawn import run_ranks
 
 Seconds = dict[str, float]

@@ -1,4 +1,4 @@
-"""`raysharding bench` and `loading.py`, run as programs: output, errors, and no process left however they end."""
+"""`python -m tests.bench.loading`, run as a program: output, errors, and no process left however it ends."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from raysharding.bench import command
-from raysharding.bench.rank_set import BenchError
-from raysharding.cli import main
 from tests.bench.checkpoints import make
-from tests.bench.loading import ROOT, python_path
+from tests.bench.loading import main
+from tests.bench.rank_set import ROOT
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+LOADING = (sys.executable, "-m", "tests.bench.loading")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +34,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(*words: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *words]
-    return subprocess.run(arguments, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
-
-
-def test_bench(checkpoint: Path, tmp_path: Path) -> None:
-    plot = tmp_path / "out.png"
-    words = ("--world-size", "2", "--rounds", "1", "--transports", "scatter_wire,broadcast", "--plot", str(plot))
-    done = run("-m", "raysharding", "bench", str(checkpoint), *words, "--json")
+def run(checkpoint: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+    """Lines of JSON from stdout, and stderr."""
+    command = (*LOADING, "--checkpoint", str(checkpoint), *words, "--json")
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    loads = [line for line in lines if line["kind"] == "load"]
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_loading(checkpoint: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "out.png"
     arms = ["scatter_wire", "broadcast", "preadv_floor", "scatter_floor"]
+    words = ("--world-size", "2", "--rounds", "1", "--arms", ",".join(arms), "--plot", str(plot))
+    lines, told = run(checkpoint, *words)
+    loads = [line for line in lines if line["kind"] == "load"]
     assert [load["arm"] for load in loads if not load["counted"]] == ["auto", *arms]
     assert sorted(load["arm"] for load in loads if load["counted"]) == sorted(arms)
     num_bytes = loads[0]["report"]["checkpoint_bytes"]
@@ -57,88 +60,68 @@ def test_bench(checkpoint: Path, tmp_path: Path) -> None:
         "scatter_wire ÷ scatter_floor",
         "broadcast ÷ scatter_floor",
     }
-    assert "auto takes " in done.stderr.splitlines()[-1]
-    assert "warm, 2 ranks, 1 rounds" in done.stderr
+    assert "auto takes " in told.splitlines()[-1]
+    assert "warm, 2 ranks, 1 rounds" in told
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
 def test_loading_in_fresh_processes(checkpoint: Path) -> None:
-    words = ("--mode", "fresh", "--rounds", "1", "--world-size", "1", "--arms", "torch,scatter", "--json")
-    done = run("tests/bench/loading.py", "--checkpoint", str(checkpoint), *words)
-    assert done.returncode == 0, done.stderr
-    loads = [json.loads(line) for line in done.stdout.splitlines() if '"kind": "load"' in line]
+    lines, told = run(checkpoint, "--mode", "fresh", "--rounds", "1", "--world-size", "1", "--arms", "torch,scatter")
+    loads = [line for line in lines if line["kind"] == "load"]
     assert [(load["arm"], load["mode"], load["counted"]) for load in loads] == [
         ("torch", "fresh", True),
         ("scatter", "fresh", True),
     ]
     assert loads[0]["digests"] == loads[1]["digests"] != []
-    memory = [json.loads(line) for line in done.stdout.splitlines() if '"kind": "memory"' in line]
-    assert [item["arm"] for item in memory] == ["torch", "scatter"]
-    assert all(isinstance(item["extra_bytes"], int) for item in memory)
-    assert "torch ÷ scatter" in done.stderr
+    assert all(isinstance(load["extra_bytes"], int) for load in loads)
+    assert "torch ÷ scatter" in told
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
-def test_signal_ends_the_ranks(checkpoint: Path, number: signal.Signals) -> None:
-    words = (sys.executable, "-m", "raysharding", "bench", str(checkpoint), "--world-size", "1", "--rounds", "1000")
-    process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+@contextmanager
+def started(checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """The command amid its rounds, and its ranks."""
+    arms = ("--arms", "scatter", "--world-size", "1", "--rounds", "1000")
+    command = (*LOADING, "--checkpoint", str(checkpoint), *arms)
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         while "warm-up" not in process.stderr.readline():
             assert process.poll() is None
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert ranks
-        process.send_signal(number)
-        assert process.wait(20) == 128 + number
-        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+        yield process, ranks
     finally:
         process.kill()
         process.communicate()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
+def test_signal_ends_the_ranks(checkpoint: Path, number: signal.Signals) -> None:
+    with started(checkpoint) as (process, ranks):
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+        assert not [rank for rank in ranks if is_alive(rank)]
 
 
 @pytest.mark.full
 def test_killed_command_leaves_no_rank(checkpoint: Path) -> None:
-    words = (sys.executable, "-m", "raysharding", "bench", str(checkpoint), "--world-size", "1", "--rounds", "1000")
-    process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        while "warm-up" not in process.stderr.readline():
-            assert process.poll() is None
-        ranks = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.kill()
-        process.communicate()
+    with started(checkpoint) as (_, ranks):
+        pass
     deadline = time.monotonic() + 30
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+    while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "ranks went on without their driver"
         time.sleep(0.2)
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"^bench: {tmp_path}/nothing: no such file or directory$"):
+        main(["--checkpoint", str(tmp_path / "nothing")])
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert main(["bench", str(tmp_path / "nothing")]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"raysharding: {tmp_path / 'nothing'}: no such file or directory"
-    assert main(["bench", str(tmp_path), "--world-size", "1000000"]) == 1
-    assert "1000000 ranks here need about " in capsys.readouterr().err
-    for words, message in (
-        (["--world-size", "0"], "give a whole number, 1 or more"),
-        (["--transports", "scatter,wire"], "'wire': choose from local, "),
-        (["--rounds", "many"], "give a whole number, 1 or more"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["bench", str(tmp_path), *words])
-        assert message in capsys.readouterr().err
-
-
-def test_checkpoint_without_a_model_is_one_error(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(BenchError, match=r"no transport could load it:\n  PlanError: .*there is no config.json"):
-        command.bench(
-            str(tmp_path),
-            world_sizes=[1],
-            num_rounds=1,
-            transports=["scatter"],
-            timeout_s=30.0,
-            progress=lambda load: None,
-        )
+    words = ["--arms", "scatter", "--world-size", "1", "--rounds", "1", "--timeout-s", "30"]
+    with pytest.raises(SystemExit, match=r"no arm could load it:\n  PlanError: .*there is no config.json"):
+        main(["--checkpoint", str(tmp_path), *words])

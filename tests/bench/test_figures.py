@@ -13,20 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysharding.bench.arms import make_case
-from raysharding.bench.counters import Counters, count_operations
-from raysharding.bench.floors import own_ranges, prepare_preadv_floor, prepare_scatter_floor, wire_bytes
-from raysharding.bench.network import join_network, private_network
-from raysharding.bench.plot import save_plot
-from raysharding.bench.rank import digest
-from raysharding.bench.ratios import Figure, groups, json_lines, named_ratios, table
-from raysharding.bench.rounds import Load, Operations, Results, load_line
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
-from raysharding.units import MIB
+from raysharding.units import GIB, MIB
 from tests.bench import arms as bench_arms
 from tests.bench.checkpoints import make
+from tests.bench.counters import Counters, count_operations
+from tests.bench.floors import own_ranges, prepare_preadv_floor, prepare_scatter_floor, wire_bytes
+from tests.bench.network import join_network, private_network
+from tests.bench.plot import save_plot
+from tests.bench.rank import digest
+from tests.bench.ratios import Figure, conclusion, groups, json_lines, named_ratios, table
+from tests.bench.rounds import Load, Operations, Results, load_line
 from tests.spawn import run_ranks
 
 
@@ -70,13 +69,37 @@ def test_table(results: Results) -> None:
     rows = {line.split()[0]: line.split() for line in lines[2:5]}
     assert lines[0] == "warm, 2 ranks, 3 rounds, 8 MiB"
     # seconds, range, ratio, range, GiB/s, wire, read, touched, operations
-    scatter = ["scatter", "2.000", "1.00", "–", "4.00", "1.00", "1.00", "–", "1.00", "0.00", "0.500", "1.000", "0.000"]
+    scatter = [
+        "scatter",
+        "2.000",
+        "1.00",
+        "–",
+        "4.00",
+        "1.00",
+        "1.00",
+        "–",
+        "1.00",
+        "0.00",
+        "0.500",
+        "1.000",
+        "0.000",
+        "-",
+    ]
     assert rows["scatter"] == [*scatter, "3", "+", "42"]
     assert rows["torch"][:8] == ["torch", "4.000", "3.00", "–", "20.00", "3.00", "2.00", "–"]
     assert any(line.startswith("fresh, 4 ranks, 1 rounds") for line in lines)
     assert "left out: W=8 mmap: ValueError: not here" in lines
     assert any(line.startswith("wire: not counted") for line in lines)
     assert "warm W=2  torch ÷ scatter: 3.00 (2.00 – 5.00), 3 rounds" in lines
+
+
+def test_conclusion(results: Results) -> None:
+    report = {"transport": "scatter", "transport_reason": "why", "checkpoint_bytes": GIB}
+    results.loads.append(load("auto", 0, 9.0, report=report))
+    told = "auto takes scatter at W=2 (why): 2.00 s, 0.50 GiB/s, 2.00 × the scatter floor (1.00 – 4.00)"
+    assert conclusion(results) == [told]
+    results.loads.extend(load("local", index, 0.5) for index in (1, 2, 3))
+    assert conclusion(results) == [f"{told}; here local was faster, 0.50 s"]
 
 
 def test_json(results: Results) -> None:
@@ -170,12 +193,3 @@ def test_private_network_counts_its_own_bytes_only() -> None:
         if descriptor is None:
             pytest.skip("a network namespace needs root")
         assert 100_000 <= count_loopback(os.dup(descriptor)) < 110_000
-
-
-def test_package_and_tests_know_the_same_arms(tmp_path: Path) -> None:
-    make("dense", tmp_path / "dense", 0.01)
-    options = {"checkpoint": str(tmp_path / "dense"), "kind": "dense"}
-    _, own = make_case(options)
-    _, every = bench_arms.make_case(options)
-    assert set(own) < set(every)
-    assert {"accelerate", "dcp", "transformers_forward", "mmap_forward"} <= set(every)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raysharding.bench import rank_set
-from raysharding.bench.rank_set import ArmError, BenchError, RankSet, Setup
-from raysharding.bench.rounds import Load, Results, Rounds
-from tests.bench.loading import python_path
+from tests.bench import rank_set
+from tests.bench.rank_set import ArmError, BenchError, RankSet, Setup
+from tests.bench.rounds import Load, Results, Rounds
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +22,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
     save_file({"weight": torch.ones(6, 4), "bias": torch.ones(6)}, directory / "model.safetensors")
     return directory
-
-
-@pytest.fixture(autouse=True)
-def ranks_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", python_path())
 
 
 def setup(checkpoint: Path, timeout_s: float = 30.0, **options: str) -> Setup:
@@ -127,4 +121,4 @@ def made(arm: str, *digests: str) -> Load:
     names = ("start_s", "end_s", "shard_bytes", "read_bytes", "fault_bytes", "loopback_bytes")
     figures: dict[str, Any] = dict.fromkeys(names, 1)
     answers = [{**figures, "digest": digest} for digest in digests] or [figures, figures]
-    return Load.of(1, arm, answers, wired=False)
+    return Load.of("warm", 1, arm, answers, wired=False)

@@ -15,8 +15,8 @@ Note: the default of 32 MiB.
     network of 50 GB/s needs 0.6 ms for a bucket: there the file is the limit, and a larger `bucket_bytes` helps only
     sources in memory. At W = 64 a section is 0.5 MiB, still ten times the cost of a message. If each rank reads
     directly into its shard, nothing is buffered, and a bucket of 64 MiB is only the interval of progress reports and
-    failure checks. Other sizes: `raysharding bench`, or
-    `tests/bench/loading.py --loading '{"bucket_bytes": ...}'`.
+    failure checks. Other sizes:
+    `python -m tests.bench.loading --loading '{"bucket_bytes": ...}'`.
 
 `plan_in_order` plans tensors from their first element to their last, for files that are written in order.
 `plan_buckets` involves every shard in each bucket, and so transfers a tensor by columns, but streams into an object

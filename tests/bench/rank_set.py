@@ -19,6 +19,8 @@ from typing import Any, Self
 
 from raysharding.errors import RayshardingError
 
+ROOT = Path(__file__).resolve().parents[2]
+"""This checkout."""
 START_S = 180.0
 """Seconds for every rank to import torch and join the process group."""
 DRAIN_S = 10.0
@@ -148,7 +150,7 @@ class RankSet:
         log = self._stack.enter_context(self._log(rank).open("wb"))
         try:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "raysharding.bench.rank", json.dumps(spec)],
+                [sys.executable, "-W", "ignore", "-m", "tests.bench.rank", json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -160,9 +162,8 @@ class RankSet:
         self._processes.append(process)
 
     def _environment(self) -> dict[str, str]:
-        """Return a rank's environment: one thread, no hub access, gloo on the loopback, and this package importable."""
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH", "")) if part)
+        """A rank's environment: one thread, no hub access, gloo on the loopback, this checkout importable."""
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
         fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
         return {**os.environ, **fixed, **(_KEEP_MEMORY if self._keep_memory else {})}
 
@@ -233,14 +234,15 @@ class ArmError(BenchError):
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception in the main thread while the context is open, so `with` blocks end the ranks."""
+def ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into `SystemExit` in the main thread, so that `with` blocks end the ranks."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

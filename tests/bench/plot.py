@@ -4,46 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
 
-from raysharding.bench.ratios import Group, groups
-from raysharding.bench.rounds import Results
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
+from tests.bench.ratios import OURS, Group, groups
+from tests.bench.rounds import Results
 
-OURS, PEER = "#2a6f97", "#a7b4bd"
+OWN, PEER = "#2a6f97", "#a7b4bd"
 FLOOR_COLOURS = ("#c1440e", "#6a4c93", "#2d6a4f")
-OWN = ("auto", "scatter", "scatter_wire", "broadcast", "local", "mmap", "mmap_forward")
-
-
-def require_matplotlib() -> None:
-    """Check before any measurement that matplotlib is installed.
-
-    Raises:
-        ImportError: matplotlib is not installed; the error says how to install it.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'raysharding[plot]'") from error
 
 
 def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
     """Draw one row for each mode and world size.
 
     Args:
-        path: PNG to write; an existing file is replaced.
+        path: PNG to write.
         results: Results of the benchmark.
         title: Title of the plot.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     rows = groups(results.loads)
     heights = [1.2 + 0.42 * len(_arms(group)) for group in rows]
     figure = Figure(figsize=(9, sum(heights) + 0.6), layout="constrained")
@@ -61,12 +42,10 @@ def _arms(group: Group) -> list[str]:
 
 
 def _colours(arms: Sequence[str]) -> list[str]:
-    return [OURS if arm in OWN else PEER for arm in arms]
+    return [OWN if arm in OURS else PEER for arm in arms]
 
 
 def _draw_seconds(axes: Axes, group: Group) -> None:
-    from matplotlib.patches import Patch
-
     arms = _arms(group)
     figures = [group.seconds(arm) for arm in arms]
     medians = [figure.median for figure in figures]
@@ -77,7 +56,7 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
     axes.bar_label(bars, [f"{median:.2f} s" for median in medians], padding=5)
     handles: list[Artist] = []
     if len(set(_colours(arms))) > 1:
-        handles += [Patch(color=colour, label=label) for colour, label in ((OURS, "raysharding"), (PEER, "others"))]
+        handles += [Patch(color=colour, label=label) for colour, label in ((OWN, "raysharding"), (PEER, "others"))]
     floors = [arm for arm in group.loads if arm.endswith("_floor")]
     for floor, colour in zip(floors, FLOOR_COLOURS, strict=False):
         seconds = group.seconds(floor).median

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -28,13 +29,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharding.bench.case import Arm, Case, Run, host_tensor_bytes, shard_bytes
-from raysharding.bench.counters import Counters, count_operations, fill_page_cache
-from raysharding.bench.network import join_network
 from raysharding.distributed import LoadReport, init_mesh, reshard, shard_module
 from raysharding.distributed.comm import device_module, is_accelerator
-from raysharding.distributed.fully_shard import local_tensor
+from raysharding.distributed.fully_shard import local_tensor, module_tensors
+from raysharding.distributed.transfer.sources import as_memory
 from raysharding.errors import RayshardingError
+from tests.bench.case import Arm, Case, Run
+from tests.bench.counters import Counters, count_operations, fill_page_cache
+from tests.bench.memory import MemorySampler, back_free_pages
+from tests.bench.network import join_network
+from tests.bench.peers import checkpoint_files
 
 EXIT_GRACE_S = 15.0
 """Seconds that a rank may continue a load after its driver has ended."""
@@ -72,6 +76,8 @@ class Command:
     """Include a digest of the shards in the answer."""
     count: bool = False
     """Count the operations instead of timing the load."""
+    sample: bool = False
+    """Sample the memory of this process, and include its peak above the start and the shard in the answer."""
 
 
 class Session:
@@ -108,12 +114,19 @@ class Session:
             return {"cannot": f"{type(error).__name__}: {error}"}
 
     def _timed(self, arm: Arm, module: nn.Module, run: Run, command: Command) -> dict[str, Any]:
-        fill_page_cache(self.case.files)
+        files = checkpoint_files(self.case.checkpoint)
+        if command.sample:
+            back_free_pages(sum(file.stat().st_size for file in files))
+        fill_page_cache(files)
         # The first collective connects the pairs of ranks.
         dist.all_reduce(torch.ones(1))
-        result, figures = self._clocked(run)
+        memory = MemorySampler()
+        with memory if command.sample else nullcontext():
+            result, figures = self._clocked(run)
         loaded = result if isinstance(result, nn.Module) else module
-        figures["shard_bytes"] = shard_bytes(loaded)
+        figures["shard_bytes"] = sum(local_tensor(tensor).nbytes for tensor in module_tensors(loaded).values())
+        if command.sample:
+            figures["extra_bytes"] = memory.extra_bytes - figures["shard_bytes"]
         if isinstance(result, LoadReport):
             figures["report"] = result.as_dict()
         if command.digest and not arm.is_floor:
@@ -140,8 +153,7 @@ def digest(module: nn.Module) -> str:
     reshard(module)  # after a forward the root's full parameters are registered
     total = hashlib.sha256()
     for parameter in module.parameters():
-        local = local_tensor(parameter).contiguous().cpu()
-        total.update(host_tensor_bytes(local))
+        total.update(as_memory(local_tensor(parameter).cpu().contiguous().reshape(-1)))
     return total.hexdigest()[:16]
 
 

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
-from raysharding.bench.rounds import Load, Operations, Results
 from raysharding.units import GIB, MIB
+from tests.bench.rounds import Load, Operations, Results
 
+OURS = ("auto", "local", "scatter", "scatter_wire", "broadcast", "mmap", "mmap_forward")
+"""raysharding's own arms."""
 RATIOS = (
     ("accelerate", "scatter"),
     ("torch", "scatter"),
@@ -137,7 +139,8 @@ def json_lines(results: Results) -> list[str]:
 NOTES = """\
 wire: bytes sent over the ranks' own loopback, headers included. read: bytes that read calls returned, all ranks,
 without memory maps. touched: memory faulted in, all ranks. x: multiples of the checkpoint's bytes. ops: collectives
-that rank 0 entered + messages between two ranks. Ratios are taken within each round: median (min – max)."""
+that rank 0 entered + messages between two ranks. above: peak of host memory above the shard, of the largest rank, in
+MiB, in fresh processes. Ratios are taken within each round: median (min – max)."""
 
 
 def table(results: Results, checkpoint_bytes: int, base: str) -> str:
@@ -166,7 +169,7 @@ def _block(group: Group, operations: dict[str, Operations], checkpoint_bytes: in
     title = f"{group.mode}, {group.world_size} ranks, {num_rounds} rounds, {checkpoint_bytes / MIB:,.0f} MiB"
     header = (
         f"{'arm':<20}{'s':>7}  {'min – max':>13}  {'÷ ' + base:>14}  {'min – max':>13}  {'GiB/s':>6}{'wire x':>8}"
-        f"{'read x':>8}{'touched x':>11}{'ops':>13}"
+        f"{'read x':>8}{'touched x':>11}{'above':>8}{'ops':>13}"
     )
     return [title, header, *(_row(group, arm, base, operations.get(arm), checkpoint_bytes) for arm in group.loads)]
 
@@ -177,12 +180,14 @@ def _row(group: Group, arm: str, base: str, operations: Operations | None, check
     wire = [load.wire_bytes for load in loads if load.wire_bytes is not None]
     read = max(load.read_bytes for load in loads) / checkpoint_bytes
     touched = max(load.fault_bytes for load in loads) / checkpoint_bytes
+    above = [load.extra_bytes for load in loads if load.extra_bytes is not None]
     columns = (
         f"{arm:<20}{seconds.median:>7.3f}  {_range(seconds):>13}  ",
         f"{ratio.median:>14.2f}  {_range(ratio):>13}  " if ratio is not None else f"{'':>31}",
         f"{checkpoint_bytes / seconds.median / GIB:>6.2f}",
         f"{max(wire) / checkpoint_bytes:>8.3f}" if wire else f"{'-':>8}",
         f"{read:>8.3f}{touched:>11.3f}",
+        f"{median(above) / MIB:>8,.0f}" if above else f"{'-':>8}",
         f"{operations.collectives:>6} + {operations.messages:<5}" if operations else f"{'-':>13}",
     )
     return "".join(columns).rstrip()
@@ -200,3 +205,27 @@ def progress_line(load: Load, num_rounds: int) -> str:
     """Return one load as a line of progress."""
     where = f"round {load.round}/{num_rounds}" if load.counted else "warm-up"
     return f"{load.mode} W={load.world_size} {where}: {load.arm} {load.seconds:.3f} s"
+
+
+def conclusion(results: Results) -> list[str]:
+    """A line for each warm world size: `auto`'s transport, its speed, ratio to the floor, and any faster transport."""
+    lines: list[str] = []
+    for group in (group for group in groups(results.loads) if group.mode == "warm"):
+        autos = (load for load in results.loads if (load.arm, load.world_size) == ("auto", group.world_size))
+        report = next((load.report for load in autos if load.report), None)
+        if report is None:
+            continue
+        name = report["transport"]
+        line = f"auto takes {name} at W={group.world_size} ({report['transport_reason']})"
+        if name in group.loads:
+            seconds = group.seconds(name).median
+            line += f": {seconds:.2f} s, {report['checkpoint_bytes'] / seconds / GIB:.2f} GiB/s"
+            for floor in (base for arm, base in RATIOS if arm == name and base.endswith("_floor")):
+                if (ratio := group.ratio(name, floor)) is not None:
+                    line += f", {ratio.median:.2f} × the {floor.replace('_', ' ')} ({_range(ratio)})"
+            transports = [arm for arm in group.loads if arm in OURS and not arm.startswith("mmap")]
+            fastest = min(transports, key=lambda arm: group.seconds(arm).median)
+            if fastest != name:
+                line += f"; here {fastest} was faster, {group.seconds(fastest).median:.2f} s"
+        lines.append(line)
+    return lines

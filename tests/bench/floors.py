@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.bench.case import Case, Run, host_tensor_bytes
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed import materialize
+from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors, tensor_layout
+from raysharding.distributed.transfer.sources import as_memory
 from raysharding.models import Target, map_keys
+from tests.bench.case import Case, Run
 
 SCATTER_BYTES = 64 << 20
 """Bytes of one scatter, all ranks together."""
+PINNED_BYTES = 64 << 20
+"""Bytes of the page-locked buffer."""
 MAX_VIEWS = 1024
 """Views that one `preadv` takes (IOV_MAX)."""
 
@@ -59,7 +63,7 @@ def own_ranges(module: nn.Module, checkpoint: Checkpoint) -> list[FileRange]:
         if target.runs is None:
             ranges += _shares(target, checkpoint, shard_index, max(layout.num_shards, 1))
         else:
-            memory = host_tensor_bytes(local_tensor(tensors[fqn]))
+            memory = as_memory(local_tensor(tensors[fqn]).reshape(-1))
             ranges += _runs(target, checkpoint, start, stop, memory)
     return sorted(ranges, key=lambda item: (item.file, item.offset))
 
@@ -177,5 +181,23 @@ def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
         for part, messages in zip(parts, lists, strict=True):
             # Every rank has the same number of parts: the others would wait for a rank that left early.
             dist.scatter(part, messages, src=0)
+
+    return run
+
+
+def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
+    """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
+    if not is_accelerator(torch.device(case.device_type)) or not is_available(case.device_type):
+        raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
+    device = current_device(case.device_type)
+    materialize(module, device)
+    targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
+    parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
+    source = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def run() -> None:
+        for part in parts:
+            part.copy_(source[: part.numel()], non_blocking=True)
+        device_module(device).synchronize(device)
 
     return run

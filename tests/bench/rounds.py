@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Self
 
-from raysharding.bench.rank_set import ArmError, BenchError, RankSet, Setup
+from tests.bench.rank_set import ArmError, BenchError, RankSet, Setup
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,16 @@ class Load:
     report: Mapping[str, Any] | None = None
     """Rank 0's `LoadReport`, for raysharding's own transports."""
     mode: str = "warm"
-    """How the ranks were run. `warm`: one set of processes for all loads, with memory touched before."""
+    """`warm`: one set of processes for all loads, with memory touched before. `fresh`: new processes for each load."""
+    extra_bytes: int | None = None
+    """Peak of host memory above the start and the shard, of the largest rank; measured in `fresh` loads."""
 
     @classmethod
-    def of(cls, round_index: int, arm: str, answers: Sequence[Mapping[str, Any]], wired: bool) -> Self:
+    def of(cls, mode: str, round_index: int, arm: str, answers: Sequence[Mapping[str, Any]], wired: bool) -> Self:
         """Combine the ranks' answers.
 
         Args:
+            mode: `warm` or `fresh`.
             round_index: Index of the round.
             arm: Name of the arm that loaded.
             answers: One answer for each rank.
@@ -63,6 +66,8 @@ class Load:
             wire_bytes=first["loopback_bytes"] if wired else None,
             digests=tuple(answer["digest"] for answer in answers if "digest" in answer),
             report=first.get("report"),
+            mode=mode,
+            extra_bytes=max((answer["extra_bytes"] for answer in answers if "extra_bytes" in answer), default=None),
         )
 
 
@@ -130,10 +135,10 @@ class Rounds:
     progress: Callable[[Load], None]
     """Called after each load."""
     once: Sequence[str] = ()
-    """Arms that are loaded in the first round only."""
+    """Arms that `measure` loads in the first round only."""
 
     def measure(self, results: Results) -> None:
-        """Run all rounds into `results`. Arms that cannot load the case are skipped, with the reason in `results`.
+        """Run all rounds into `results`, warm. Arms that cannot load the case are skipped, with the reason there.
 
         An additional first round does not count; it touches memory, compares shards, and counts operations.
 
@@ -150,6 +155,13 @@ class Rounds:
             for index, size, arm in self.turns(self.num_rounds + 1):
                 self._load(sets[size], index, arm, results)
 
+    def measure_fresh(self, results: Results) -> None:
+        """Run all rounds into `results`, with new processes for each load, whose memory is sampled."""
+        for index, size, arm in self.turns(self.num_rounds):
+            if (size, arm) not in results.skipped:
+                with RankSet(self.setup, size, keep_memory=False) as ranks:
+                    self._load(ranks, index + 1, arm, results, "fresh")
+
     def turns(self, num_rounds: int) -> Iterator[tuple[int, int, str]]:
         """Yield (round, world size, arm); the order rotates, so no arm always follows the same arm."""
         turns = list(product(self.world_sizes, self.arms))
@@ -158,19 +170,18 @@ class Rounds:
             for world_size, arm in (*turns[first:], *turns[:first]):
                 yield index, world_size, arm
 
-    def _load(self, ranks: RankSet, index: int, arm: str, results: Results) -> None:
+    def _load(self, ranks: RankSet, index: int, arm: str, results: Results, mode: str = "warm") -> None:
         key = ranks.world_size, arm
         if key in results.skipped:
             return
         try:
-            answers = ranks.load(arm, digest=index == 0)
+            answers = ranks.load(arm, digest=index == 0 or mode == "fresh", sample=mode == "fresh")
         except ArmError as error:
             results.skipped[key] = error.message
             return
-        load = Load.of(index, arm, answers, self.setup.network_descriptor is not None)
+        load = Load.of(mode, index, arm, answers, self.setup.network_descriptor is not None)
         results.loads.append(load)
         self.progress(load)
+        results.check_digests()
         if index == 0:
-            results.check_digests()
-            if key not in {(item.world_size, item.arm) for item in results.operations}:
-                results.operations.append(Operations.of(arm, ranks.load(arm, count=True)))
+            results.operations.append(Operations.of(arm, ranks.load(arm, count=True)))
