@@ -85,7 +85,6 @@ from raysharding.group.launch import (
     submit_load,
     submit_save,
     update_record,
-    write_bug_report,
 )
 from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, claim_name, restart
@@ -1379,29 +1378,6 @@ class ShardedModelGroup:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
         check_int("num_lines", num_lines)
         return read_log(self._client.members[rank], num_lines)
-
-    @blocking
-    def bug_report(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write what others need to look into a failure into one zip file; works in every state of the group.
-
-        The file holds the group's options, `status()`, the error that broke the group with all failures, `stacks()`,
-        the last 2000 lines of each rank's stdout and stderr, the preflight report and the versions on every node. Of
-        environment variables it shows a fixed list. Tokens, keys and passwords are replaced by `***`: the values of
-        variables whose names say so (`HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`) wherever they stand, user names and queries
-        of URIs, headers, and what has the form of a token. Masking cannot know every secret that a program prints: read
-        the file before you send it.
-
-        Args:
-            path: File to create, or a directory. Default: `raysharding-<time>.zip` in the current directory.
-
-        Returns:
-            The absolute path of the file; a line on stderr says what is in it.
-
-        Raises:
-            OSError: The file exists, or cannot be written.
-        """
-        where = None if path is None else os.fspath(path)
-        return write_bug_report(self._running, repr(self), self.status(), where)
 
     @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:

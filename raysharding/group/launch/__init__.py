@@ -1,6 +1,5 @@
 """Launches a group from its spec: find the checkpoint, plan memory, start actors, check nodes, load."""
 
-from raysharding.group.launch.bug_report import write_bug_report
 from raysharding.group.launch.copy_weights import WeightPaths, submit_copy
 from raysharding.group.launch.doctor import diagnose
 from raysharding.group.launch.launch import GroupRecord, RunningGroup, keep_record, launch, rendezvous, update_record

@@ -54,7 +54,6 @@ def test_a_group_in_a_forked_child(group: ShardedModelGroup, checkpoint: Path) -
         "state": lambda: group.state,
         "stacks": group.stacks,
         "logs": lambda: group.logs(0),
-        "bug_report": group.bug_report,
         "interrupt": group.interrupt,
         "restart": lambda: group.restart(checkpoint),
         "shutdown": group.shutdown,

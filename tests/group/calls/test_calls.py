@@ -334,7 +334,6 @@ def test_a_callback_that_would_wait_is_refused_at_once(
         "status": lambda: group.status(),
         "stacks": lambda: group.stacks(),
         "logs": lambda: group.logs(0),
-        "bug_report": lambda: group.bug_report(tmp_path),
         "memory_summary": lambda: group.memory_summary(),
         "from_checkpoint": lambda: make_group(checkpoint),
         "attach": lambda: ShardedModelGroup.attach("nobody"),
