@@ -60,7 +60,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     if isinstance(model, Adapted):
-        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
+        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), path_of(checkpoint)))
     if model is None or isinstance(model, str):
         return make_contiguous(_build_from_config(model, checkpoint, dtype))
     if not callable(model):
@@ -71,15 +71,15 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     return make_contiguous(_build_from_callable(model, dtype))
 
 
-def _named(checkpoint: Checkpoint) -> str:
+def path_of(checkpoint: Checkpoint) -> str:
     """Return the absolute path that opens a checkpoint again: its directory, or its file if it is one of several."""
     is_file = checkpoint.path.endswith(".safetensors") and checkpoint.files[0].name != SINGLE_NAME
     return checkpoint.files[0].path if is_file else checkpoint.directory
 
 
-def name_base(module: Any, checkpoint: Checkpoint) -> None:
-    """Make later saves of a module's adapters name the checkpoint as their base."""
-    set_base(module.peft_config[ADAPTER], _named(checkpoint))
+def name_base(module: Any, path: str) -> None:
+    """Make later saves of a module's adapters name the checkpoint at `path` as their base."""
+    set_base(module.peft_config[ADAPTER], path)
 
 
 def make_contiguous(module: nn.Module) -> nn.Module:

@@ -221,7 +221,10 @@ class Worker:
                 state = None if is_random else self.trainer.plan_optimizer(given)
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
-                moved, self.status.loaded = True, given
+                moved = True
+                # A base below adapters that stay: they are as much in files as before.
+                if not self.load_report.kept:
+                    self.status.loaded, self.status.is_saved = given, True
                 self.trainer.position = None
                 if state is not None:
                     state.run(self.status.loading, **options)
@@ -232,7 +235,7 @@ class Worker:
                 mark_recovery(error, usable=not torn, torn=torn)
                 raise
             self.module.eval()
-            self.status.whole = self.status.is_saved = True
+            self.status.whole = True
             self.trainer.drop_gradients()
         return self.load_report
 

@@ -17,7 +17,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from raysharding import CheckpointError, DataError, FitStep, PlanError, ShardedModelGroup, Sharding, Split
+from raysharding import (
+    CheckpointError,
+    DataError,
+    FitStep,
+    GroupError,
+    PlanError,
+    ShardedModelGroup,
+    Sharding,
+    Split,
+)
 from tests.models.architectures import ARCHITECTURES
 
 peft = pytest.importorskip("peft")
@@ -263,6 +272,71 @@ def test_what_a_load_leaves_on_and_adapters_of_another_base_are_told(base: Path,
     )
     with pytest.warns(UserWarning, match=re.escape(named)):
         make_group(tmp_path / "adapters", 1, base=tmp_path / "other", optimizer=None).shutdown()
+
+
+def restarted(group: ShardedModelGroup, *ranks: int) -> Any:
+    """Kill ranks and restart the group."""
+    for rank in ranks:
+        os.kill(group.ranks[rank].pid, signal.SIGKILL)
+    with pytest.raises(GroupError, match="died"):
+        group.call(os.getpid)
+    return group.restart()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    model: Any = ARCHITECTURES["llama"].make()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
+
+
+@pytest.mark.filterwarnings("ignore:.*adapters were made for the base .*, and are loaded onto")
+def test_a_restart_keeps_the_base_that_was_loaded_below_the_adapters(base: Path, other: Path, tmp_path: Path) -> None:
+    with make_group(base, peft_config=lora(), name="on-other") as group:
+        # Their save was on the base before; then it is on this one.
+        for is_earlier, loaded in ((True, other), (False, base)):
+            fit(group, max_steps=2)
+            if is_earlier:
+                group.save(tmp_path / "saved")
+            group.load(loaded)
+            if not is_earlier:
+                group.save(tmp_path / "saved", overwrite=True)
+            held = group.state_dict()
+            report = restarted(group, 1)
+            torch.testing.assert_close(group.state_dict(), held, rtol=0, atol=0)
+            assert (report.how, report.checkpoint) == ("reloaded", str(tmp_path / "saved"))
+            assert "new ones" not in report.why
+        # Another driver knows it, too.
+        group.load(other)
+        held = group.state_dict()
+        again = ShardedModelGroup.attach("on-other")
+        again.restart(world_size=1)
+        torch.testing.assert_close(again.state_dict(), held, rtol=0, atol=0)
+        again.shutdown()
+
+
+def test_trained_adapters_that_no_file_holds_are_not_taken_for_saved(base: Path, other: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "max_restarts": 1}
+    with make_group(base, peft_config=lora(init_lora_weights=False), **options) as group:
+        begun = group.state_dict()
+        fit(group, max_steps=1)
+        group.load(other)
+        held = group.state_dict()
+        assert not torch.equal(held["lm_head.weight"], begun["lm_head.weight"])
+        with pytest.raises(ValueError, match="was trained, or got weights by copy_to"):
+            fit(group)  # a restart could not go back to its beginning
+        assert restarted(group, 0).how == "replicas"
+        torch.testing.assert_close(group.state_dict(), held, rtol=0, atol=0)
+        group.save(tmp_path / "saved", optimizer=False, dtype="float32")  # an export, which no restart goes back to
+        config = json.loads((tmp_path / "saved/adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(other)
+        report = restarted(group, 0, 1)
+        assert (report.how, report.checkpoint) == ("reloaded", str(other))
+        assert report.why.endswith("; the adapters are new ones: no save holds others")
+        new = {name: tensor for name, tensor in begun.items() if "lora_" in name}
+        torch.testing.assert_close(group.state_dict(), held | new, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*the adapters were made for the base .*base0, and are loaded onto .*both")

@@ -2,11 +2,11 @@
 
 Note [Copying a replica]: a rank that replaces a lost one has a newly built module on meta. The lowest remaining rank of
 its replicate group sends an outline as JSON: names, shapes and dtypes of its tensors, which of them require gradients,
-mode and plain attributes of each submodule, and the optimizer without its tensors. The new rank compares the outline
-with its own module. If they differ, e.g. because a user's function changed the module, every rank raises before data
-moves. Then the bytes are broadcast in the replicate group, a bucket at a time. The copy is bit for bit that of the
-other replica, including buffers, which in train mode (BatchNorm) may differ between ranks. Random generators and
-gradients are not copied; the remaining ranks drop their gradients when they form the group again.
+mode and plain attributes of each submodule, the base that adapters name, and the optimizer without its tensors. The new
+rank compares the outline with its own module. If they differ, e.g. because a user's function changed the module, every
+rank raises before data moves. Then the bytes are broadcast in the replicate group, a bucket at a time. The copy is bit
+for bit that of the other replica, including buffers, which in train mode (BatchNorm) may differ between ranks. Random
+generators and gradients are not copied; the remaining ranks drop their gradients when they form the group again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from raysharding.distributed.loading.plan import Progress, silent
 from raysharding.distributed.optim import OptimizerSnapshot, make_optimizer
 from raysharding.distributed.transfer import BUCKET_BYTES, as_bytes
 from raysharding.errors import PlanError
+from raysharding.models import AdapterNames
 
 _MAX_PROBLEMS = 20
 _PLAIN = (bool, int, float, str, type(None))
 """Types of module attributes that are compared, e.g. a dropout rate or a counter of a forward."""
+_BASE = "base_model_name_or_path", "revision"
+"""Fields of a `LoraConfig` that name the base model."""
 
 Optimizer = torch.optim.Optimizer | None
 
@@ -122,12 +125,14 @@ class _Copy:
         tensors = module_tensors(self.module)
         snapshot = None if self.optimizer is None else OptimizerSnapshot.of(self.module, self.optimizer)
         state = {} if snapshot is None else snapshot.tensors
+        names = AdapterNames.of(self.module)
         self._tensors = [local_tensor(tensor) for tensor in (*tensors.values(), *state.values())]
         return {
             **_shape_of(self.module),
             "requires_grad": [tensor.requires_grad for tensor in tensors.values()],
             "training": [submodule.training for _, submodule in named_submodules(self.module)],
             "optimizer": None if snapshot is None else snapshot.outline(),
+            "base": {} if names is None else {key: getattr(names.config, key) for key in _BASE},
             "num_bytes": [tensor.nbytes for tensor in self._tensors],
         }
 
@@ -192,11 +197,13 @@ class _Copy:
             progress("stream", done, total, "")
 
     def finish(self, outline: Any) -> None:
-        """Set optimizer state, hyperparameters and modes on a new rank."""
+        """Set optimizer state, hyperparameters, modes and the base that saves of adapters name on a new rank."""
         if not self._is_new:
             return
         for (_, submodule), training in zip(named_submodules(self.module), outline["training"], strict=True):
             submodule.training = training
+        if (names := AdapterNames.of(self.module)) is not None:
+            vars(names.config).update(outline["base"])  # a load may have put another base below the adapters
         if self._target is not None and self._state is not None and self.optimizer is not None:
             self._target.apply(self.module, self.optimizer, self._state.tensors)
 

@@ -152,9 +152,8 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
             error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
-    match = plan.match
-    if match is not None and match.kept and match.checkpoint.adapter is None and match.state_dict is None:
-        name_base(module, match.checkpoint)
+    if plan.outline.base is not None:
+        name_base(module, plan.outline.base)
     return LoadReport.merge(plan, per_rank)
 
 

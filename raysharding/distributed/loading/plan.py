@@ -64,7 +64,7 @@ from raysharding.distributed.transfer import (
     wire_dtype,
 )
 from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules, path_of
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
@@ -135,6 +135,8 @@ class Outline:
     """FQNs of adapters that keep their values, since the checkpoint holds their base."""
     warnings: tuple[str, ...] = ()
     """See `LoadReport.warnings`."""
+    base: str | None = None
+    """Path that the adapters' saves name as their base from now on, if it changes."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
@@ -402,6 +404,7 @@ def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, Ten
     extents = None
     if dist.get_world_size() > 1 and not rank_0_reads(loading):
         extents = tuple(extents_to_json(extents_of(match.checkpoint, target)) for target in (*ranged, *computed))
+    is_base = match.kept and match.checkpoint.adapter is None and match.state_dict is None
     return Outline(
         checkpoint=match.checkpoint.path,
         checkpoint_bytes=match.checkpoint.num_bytes,
@@ -417,6 +420,7 @@ def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, Ten
         converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
         kept=match.kept,
         warnings=match.warnings,
+        base=path_of(match.checkpoint) if is_base else None,
     )
 
 

@@ -38,15 +38,20 @@ class BegunSave:
 class ModelFiles:
     """Saves and loads of one group, by all ranks that it has had. Thread-safe."""
 
-    def __init__(self, origin: str, begun: tuple[BegunSave, ...] = ()) -> None:
+    def __init__(self, origin: str, begun: tuple[BegunSave, ...] = (), base: str | None = None) -> None:
         """Begin with the checkpoint that the group was made from, or with the record of an earlier driver.
 
         Args:
             origin: A path or URI that does not depend on the working directory.
             begun: Saves begun since then whose outcome the earlier driver did not know.
+            base: See the attribute.
         """
         self.origin = origin
         """The newest files that hold the model, which a restart would load."""
+        self.base = base
+        """A whole model that was loaded since the ranks were made, with the adapters kept on it; `None` if none was.
+
+        The origin stays: it holds the adapters, if any file does."""
         self.saves: list[str] = []
         """Paths of the committed saves."""
         self._numbers = itertools.count(1 + max((save.number for save in begun), default=0))

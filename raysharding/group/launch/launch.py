@@ -127,6 +127,8 @@ class GroupRecord:
     """The newest files that hold the model."""
     begun: tuple[BegunSave, ...]
     """Saves that were requested from the ranks since, and whose outcome the driver did not know."""
+    base: str | None
+    """See `ModelFiles`."""
     load_report: LoadReport | None
     """See `RunningGroup`."""
     bounds: InputBounds
@@ -169,6 +171,7 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
         spec=pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot(),
         origin=running.files.origin,
         begun=running.files.begun,
+        base=running.files.base,
         load_report=running.load_report,
         bounds=running.bounds,
         facts=running.facts,

@@ -74,7 +74,10 @@ def submit_load(
 
     def loaded(ended: Call) -> None:
         if ended.succeeded():
-            files.loaded(target, number)
+            if ended.value(0).kept:
+                files.base = target
+            else:
+                files.loaded(target, number)
             noted()
 
     call.when_done(loaded)

@@ -69,7 +69,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     spec: GroupSpec = record.spec.unpack()
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
     started = Started(_take_over(name, keeper, record, spec, answer_s), record.started.visible_gpus)
-    files = ModelFiles(record.origin, record.begun)
+    files = ModelFiles(record.origin, record.begun, record.base)
     running = RunningGroup.assemble(f"group {name!r}", spec, started, record.reservation, files=files, is_loaded=True)
     supervisor = running.client.supervisor
     supervisor.started()

@@ -20,6 +20,7 @@ from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
 from raysharding.group.recovery.replace_ranks import replace_lost
 from raysharding.group.supervision import GroupState, Replicas, probe_all
 from raysharding.html import html_report, html_rows
+from raysharding.models import Adapted
 
 _ANSWER_S = 5.0
 _SETTLE_GRACE_S = 2.0
@@ -90,10 +91,14 @@ def restart(
     spec.check()
     supervisor.give_up("is being restarted")
     files.settle()  # not earlier: a rank that was still alive might have committed a save after it
-    number = files.begin_load()
-    source = newest_after(files.origin) if checkpoint is None else checkpoint
+    number, origin = files.begin_load(), files.origin
+    if files.base is not None:
+        # No file holds the adapters if the origin is the base that they began on.
+        origin = files.base if origin == spec.model.base else origin
+        spec = replace(spec, model=replace(spec.model, base=files.base))
+    source = newest_after(origin) if checkpoint is None else checkpoint
     # Nothing was saved or loaded since the group was made: random weights are made again, equal ones.
-    is_own = checkpoint is None and files.is_first and source == normal_path(spec.checkpoint)
+    is_own = checkpoint is None and files.is_first and not files.base and source == normal_path(spec.checkpoint)
     try:
         with UndoOnInterrupt():
             fresh = launch(spec if is_own else spec.of_files(source))
@@ -104,6 +109,9 @@ def restart(
     if not is_own:
         source = normal_path(fresh.spec.checkpoint)
         files.loaded(source, number)
+        files.base = None  # the new spec names it
+    if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == source:
+        why += "; the adapters are new ones: no save holds others"
     report = RestartReport("reloaded", why, source, len(fresh.client.members), time.monotonic() - begun)
     return replace(fresh, files=files), report
 
