@@ -4,7 +4,14 @@ Only this package imports transformers, and only when a model needs it.
 """
 
 from raysharding.models.adapter_merge import AdapterMerge, adapter_merges, plain_names
-from raysharding.models.adapters import Adapted, AdapterNames, adapter_files, adapter_scale
+from raysharding.models.adapters import (
+    Adapted,
+    AdapterNames,
+    adapter_files,
+    adapter_scale,
+    first_magnitude,
+    magnitude_layer,
+)
 from raysharding.models.build import build_module, make_contiguous, name_base, override_config, path_of
 from raysharding.models.config_files import config_files
 from raysharding.models.conversion import is_transformers_model, kept_in_float32

@@ -21,7 +21,7 @@ from torch import nn
 from raysharding.checkpoint.storage import HubPath, is_remote
 from raysharding.errors import PlanError
 from raysharding.models.config_files import written_files
-from raysharding.models.stand_in import clean_name, original_class
+from raysharding.models.stand_in import clean_name, original_class, stand_in
 
 if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
@@ -56,11 +56,13 @@ _SUPPORTED: Final = frozenset(
         "target_parameters",
         "task_type",
         "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
 """Fields of `peft.LoraConfig` that may differ from their defaults. The other fields read base weights when adapters are
-created, and no rank holds these whole; or the fields change which parameters the base checkpoint fills."""
+created, and no rank holds these whole; or the fields change which parameters the base checkpoint fills. DoRA's first
+magnitudes are computed when the base is loaded; see `first_magnitude`."""
 _SCALE: Final[Mapping[str, Any]] = {
     "r": 8,
     "lora_alpha": 8,
@@ -334,6 +336,31 @@ def apply_adapter_reset(root: Any, fqn: str) -> None:
     """Set peft's own initial values: A as in a Linear, B zeros, unless `init_lora_weights` says otherwise."""
     layer: Any = holder_of_adapter(root, fqn)
     layer.reset_lora_parameters(ADAPTER, root.peft_config[ADAPTER].init_lora_weights)
+
+
+def magnitude_layer(root: nn.Module, fqn: str) -> Any:
+    """Return the peft layer that `fqn` is the DoRA magnitude of; `None` if `fqn` is another tensor."""
+    return holder_of_adapter(root, fqn) if f"lora_magnitude_vector.{ADAPTER}.weight" in fqn else None
+
+
+@torch.no_grad()
+def first_magnitude(layer: Any, full: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute the first DoRA magnitude of a peft layer by peft's own rule. No collective; the layer is not changed.
+
+    Args:
+        layer: As `magnitude_layer` returns it.
+        full: Name in the layer → full tensor, of its parameters; all on one device.
+
+    Returns:
+        The norms of base weight and adapters together, on that device and in the base weight's dtype, in which peft
+        computes them. Memory: twice the base weight, beside `full`.
+    """
+    dtype = full["base_layer.weight"].dtype
+    held = {name: nn.Parameter(tensor.to(dtype)) for name, tensor in full.items()}
+    copy: Any = stand_in(layer, lambda name, tensor: held.get(name, tensor))
+    copy.lora_variant[ADAPTER].init(copy, adapter_name=ADAPTER)
+    magnitude: torch.Tensor = copy.lora_magnitude_vector[ADAPTER].weight
+    return magnitude
 
 
 def _base_of(fields: Mapping[str, Any]) -> tuple[str, str | None] | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raysharding.errors import PlanError
-from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter
+from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter, magnitude_layer
 from raysharding.models.conversion import is_transformers_model
 from raysharding.models.stand_in import class_name, stand_in
 from raysharding.torch_internals import TorchDispatchMode
@@ -297,6 +297,7 @@ def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[s
         One line for each tensor that cannot be initialised, in the order of `names`. Cost: a walk over the modules that
         own `names`, and the memory of the largest tensor that a dry run does not prove.
     """
+    names = [name for name in names if magnitude_layer(module, name) is None]  # computed from what was loaded
     proven = _proven(module, names)
     initialiser = Initialiser(module, seed)
     problems = []

@@ -294,7 +294,7 @@ def other(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:.*adapters were made for the base .*, and are loaded onto")
 def test_a_restart_keeps_the_base_that_was_loaded_below_the_adapters(base: Path, other: Path, tmp_path: Path) -> None:
-    with make_group(base, peft_config=lora(), name="on-other") as group:
+    with make_group(base, peft_config=lora(use_dora=True), name="on-other") as group:
         # Their save was on the base before; then it is on this one.
         for is_earlier, loaded in ((True, other), (False, base)):
             fit(group, max_steps=2)

@@ -175,7 +175,7 @@ def test_adapters_of_a_half_precision_model_are_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"use_dora": True}, "use_dora=True"),
+        ({"use_qalora": True}, "use_qalora=True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
     ],

@@ -11,15 +11,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raysharding.checkpoint import mismatches
 from raysharding.checkpoint.format import Checksums
 from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
 from raysharding.distributed.loading.plan import LoadContext, LoadPlan
-from raysharding.distributed.transfer import as_memory
+from raysharding.distributed.transfer import as_memory, gather_tensors
 from raysharding.errors import CheckpointError
-from raysharding.models import Initialiser
+from raysharding.models import Initialiser, first_magnitude, magnitude_layer
 
 CHUNK_BYTES = 4 << 20
 """Bytes per chunk of a check, which fit into the cache."""
@@ -51,6 +52,10 @@ def finish(
     started = perf_counter()
     if error is None:
         error = _complete(context, plan, tensors)
+    layers = {name: magnitude_layer(context.module, name) for name in plan.outline.initialise}
+    if any(layers.values()):
+        agree(error)  # magnitudes are computed from all weights
+        error = _initialise_magnitudes(context, layers, tensors)
     initialise_s = perf_counter() - started
     digest = ""
     if context.checksums is not None:
@@ -101,9 +106,32 @@ def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str
         return
     initialiser = Initialiser(context.module, context.loading.seed)
     for name in names:
-        full = initialiser.value(name)
-        start, stop = tensor_layout(name, tensors[name]).local_range(context.shards.shard_index)
-        local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
+        if magnitude_layer(context.module, name) is None:
+            _keep_part(context, name, tensors[name], initialiser.value(name))
+
+
+def _keep_part(context: LoadContext, name: str, tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's part of a full tensor into its shard."""
+    start, stop = tensor_layout(name, tensor).local_range(context.shards.shard_index)
+    local_tensor(tensor).view(-1).copy_(full.reshape(-1)[start:stop])
+
+
+def _initialise_magnitudes(
+    context: LoadContext, layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Exception | None:
+    """Compute DoRA's first magnitudes from loaded weights, which are gathered a layer at a time; collective."""
+    error: Exception | None = None
+    everyone = range(dist.get_world_size())
+    for name, layer in layers.items():
+        if layer is not None:
+            held = dict(layer.named_parameters())
+            # Every rank gathers every layer, after an error, too: the others would wait for its shards.
+            full = gather_tensors(held, everyone, context.device, timeout_s=context.stall_s)
+            try:
+                _keep_part(context, name, tensors[name], first_magnitude(layer, full))
+            except (RuntimeError, MemoryError) as raised:
+                error = raised
+    return error
 
 
 def check_finite(

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "copy-kept-tied": ("llama-tied", QUERY | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "experts": ("mixtral", QUERY | {"target_parameters": EXPERTS}),
     "experts-alone": ("mixtral", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
+    "dora": ("llama", {"target_modules": ["q_proj", "up_proj", "lm_head"], "use_dora": True}),
     "all-linear": ("mixtral", {"target_modules": "all-linear"}),
 }
 
@@ -115,3 +116,32 @@ def test_each_kind_trains_and_saves_as_in_one_process(world_size: int, alone: tu
         made = load_file(root / case / f"fresh-{world_size}/adapter_model.safetensors")
         assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in wanted.items()}
         assert all(value.any() for key, value in made.items() if "lora_A" in key), case
+
+
+def make_magnitudes(root: Path, dtypes: list[str], fields: dict[str, Any]) -> None:
+    for dtype in dtypes:
+        opened = open_checkpoint(root / dtype / "base")
+        module = shard_module(build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu"))
+        load_checkpoint(module, opened)
+        save_checkpoint(module, root / dtype / "ours")
+
+
+@pytest.mark.timeout(120)
+def test_first_magnitudes_of_dora_are_pefts(tmp_path: Path) -> None:
+    """Norms of rows; of columns for an embedding. peft rounds them to the base's dtype."""
+    fields = {"r": 2, "use_dora": True, "target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    theirs = {}
+    for name, dtype in dtypes.items():
+        model: Any = ARCHITECTURES["llama"].make().to(dtype)
+        model.save_pretrained(tmp_path / name / "base")
+        model = peft.get_peft_model(model, peft.LoraConfig(**fields))
+        theirs[name] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    run_ranks(2, make_magnitudes, tmp_path, list(dtypes), fields, timeout_s=100.0)
+    for name in dtypes:
+        ours = load_file(tmp_path / name / "ours/adapter_model.safetensors")
+        assert ours.keys() == theirs[name].keys()
+        keys = [key for key in ours if key.endswith("lora_magnitude_vector")]
+        assert len(keys) == 6
+        for key in keys:
+            torch.testing.assert_close(ours[key], theirs[name][key], rtol=0, atol=0)
