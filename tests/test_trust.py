@@ -108,7 +108,9 @@ def _note_opened(event: str, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("form", ["{}", "file://{}", "{}/../secret", "s3", "out/secret", "~/secret", "hf", "revision"])
+@pytest.mark.parametrize(
+    "form", ["{}", "file://{}", "{}/../secret", "s3", "out/secret", "~/secret", "hf", "gpt2", "revision"]
+)
 def test_what_adapters_name_as_their_base_is_opened_only_on_the_callers_word(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

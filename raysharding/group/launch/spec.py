@@ -362,7 +362,7 @@ def _named_base(adapters: Checkpoint) -> str:
     """
     assert adapters.adapter is not None, "a checkpoint of adapters"
     name, revision = (adapters.adapter.get(key) for key in ("base_model_name_or_path", "revision"))
-    what = f"adapter_config.json names the base model {name!r}, which is no hub id, or is a path here, too"
+    what = f"adapter_config.json names the base model {name!r}, which is no hub id (org/name), or is a path here, too"
     if isinstance(name, str) and HubPath.of(name) and not is_remote(name) and not os.path.lexists(name):
         try:
             return locate(name, revision)
