@@ -10,6 +10,7 @@ from raysharding.distributed.saving import Destination
 from raysharding.group.calls import Call, Collect, collect_rank0
 from raysharding.group.launch.launch import RunningGroup, warned
 from raysharding.group.supervision import Check
+from raysharding.models import Adapted
 
 
 def submit_save(
@@ -74,7 +75,7 @@ def submit_load(
 
     def loaded(ended: Call) -> None:
         if ended.succeeded():
-            if ended.value(0).kept:
+            if isinstance(running.spec.model, Adapted) and ended.value(0).kept:
                 files.base = target
             else:
                 files.loaded(target, number)
