@@ -57,6 +57,7 @@ from raysharding.group.cluster import (
     ranks_table,
     refuse_in_fork,
     tell,
+    warn,
 )
 from raysharding.group.fit import (
     Callback,
@@ -598,6 +599,9 @@ class ShardedModelGroup:
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
         """Make the optimizer on every rank, in place of an earlier one and without state; blocks.
 
+        Warns if trained weights are in bf16 or fp16, in which small updates are lost; so do `from_checkpoint` and
+        `fit`, each only if the group has not warned of them before.
+
         Args:
             factory: An optimizer class, a callable that takes the parameters and returns an optimizer, a
                 `ParamGroups`, for hyperparameters by the names of parameters, or a `Scheduled`.
@@ -609,7 +613,9 @@ class ShardedModelGroup:
         """
         check_optimizer(factory)
         check = self._unless_fit("set_optimizer")
-        self._client.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
+        warning = self._client.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
+        if warning is not None:
+            warn(warning)
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
         self._update_record()

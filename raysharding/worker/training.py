@@ -16,7 +16,7 @@ from raysharding.checkpoint.writing import check_writable, is_checkpoint, is_lef
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, agreeing, from_rank_0, to_host
 from raysharding.distributed.fully_shard import clip_grad_norm_
-from raysharding.distributed.optim import Schedule, attach_schedule, make_optimizer
+from raysharding.distributed.optim import Schedule, attach_schedule, make_optimizer, precision_warning
 from raysharding.distributed.saving import (
     OptimizerLoad,
     has_optimizer_state,
@@ -60,6 +60,8 @@ class FitStart:
     """True if files hold the ranks' state: it was loaded, or saved with the optimizer, and not trained since."""
     has_save: bool
     """True if the directory of the run's saves holds that of this position; the weights may have changed since."""
+    warning: str | None
+    """See `Trainer.new_warning`."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,12 @@ class Trainer:
         self._fit: Fit | None = None
         self._saves_async = False
         self._dropped: tuple[str, ...] = ()
+        self._warning: str | None = None
+
+    def new_warning(self) -> str | None:
+        """Return what the driver is to warn of in the trained weights' dtype; `None` if nothing, or told before."""
+        told, self._warning = self._warning, precision_warning(self._status.module)
+        return None if self._warning == told else self._warning
 
     def set_optimizer(
         self,
@@ -290,7 +298,8 @@ class Trainer:
                 with agreeing():  # before the first step, not at the first save
                     if self._status.local_rank == 0:
                         check_writable(save_to)
-            return FitStart(self.position, self._fit.data_loader.total_steps, self._status.in_files, has_save)
+            total_steps, in_files = self._fit.data_loader.total_steps, self._status.in_files
+            return FitStart(self.position, total_steps, in_files, has_save, self.new_warning())
 
     def _why_no_run(self) -> str:
         """Return why the ranks hold no position of a run, for people, on the rank that sees the files."""

@@ -12,6 +12,7 @@ from raysharding.distributed.optim.factories import (
     check_schedule_has_loss,
     learning_rate,
     make_optimizer,
+    precision_warning,
     rescheduled,
     step_schedule,
 )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -310,22 +309,25 @@ def make_optimizer(
         raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
     if frozen and isinstance(optimizer, torch.optim.Optimizer):
         optimizer.register_step_pre_hook(partial(_warn_of_untrained, frozen))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _warn_of_low_precision([one for _, one in named if one.requires_grad])
     return optimizer
 
 
-def _warn_of_low_precision(trained: Sequence[nn.Parameter]) -> None:
-    """Warn of weights whose dtype rounds small updates away; torch's optimizers update them, and moments, in it."""
+def precision_warning(module: nn.Module) -> str | None:
+    """Return a warning of trained weights whose dtype rounds small updates away; `None` if there are none.
+
+    torch's optimizers update weights, and moments, in the weights' dtype.
+    """
+    trained = [one for one in module.parameters() if one.requires_grad]
     low = [one for one in trained if one.dtype in (torch.bfloat16, torch.float16)]
-    if low:
-        more = format_bytes(2 * sum(one.numel() for one in low))
-        warn_once(
-            f"{len(low)} of {len(trained)} trained parameters are stored in {low[0].dtype}, and so is the optimizer's "
-            "state: an update below 1/256 (float16: 1/2048) of a weight is lost, as with AdamW at small learning "
-            'rates. Loading(dtype="float32") with Sharding(mixed_precision="bf16") computes in bf16 and updates in '
-            f"float32, for {more} more over all ranks, and as much for each state of the optimizer"
-        )
+    if not low:
+        return None
+    more = format_bytes(2 * sum(one.numel() for one in low))
+    return (
+        f"{len(low)} of {len(trained)} trained parameters are stored in {low[0].dtype}, and so is the optimizer's "
+        "state: an update below 1/256 (float16: 1/2048) of a weight is lost, as with AdamW at small learning "
+        'rates. Loading(dtype="float32") with Sharding(mixed_precision="bf16") computes in bf16 and updates in '
+        f"float32, for {more} more over all ranks, and as much for each state of the optimizer"
+    )
 
 
 def _warn_of_untrained(frozen: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *_: Any) -> None:

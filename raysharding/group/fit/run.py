@@ -247,6 +247,8 @@ class FitRun:
             self._evaluations.begin(start.position)
             if start.has_save:
                 self._asked = start.position.num_steps
+            if start.warning is not None:
+                warn(start.warning)
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
             if self._restarts.limit:

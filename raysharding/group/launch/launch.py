@@ -240,7 +240,9 @@ def _fill(
         stall_s = spec.timeouts.load_stall_s
         # The optimizer state of a base is of all its parameters: new adapters begin with none.
         restores = opened.adapters is not None or not isinstance(opened.model, Adapted)
-        client.submit_same("set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch=True).result()
+        made = client.submit_same("set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch=True)
+        if (warning := made.result()) is not None:
+            warn(warning)
     return report, bounds, facts
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, Scheduled, ShardedModelGroup
+from raysharding.config import Loading
 from raysharding.group import GroupState
 from raysharding.group.fit import run as fit_run
 from raysharding.group.fit.datasets import dataset_handle
@@ -42,13 +45,13 @@ def regression() -> Callable[..., torch.Tensor]:
     return loss
 
 
-def collate() -> Callable[..., Any]:
+def collate(dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
     """One positional argument of the model, and one of the loss."""
 
     def make(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {
-            "input": torch.tensor([list(row["x"]) for row in rows], dtype=torch.float32),
-            "target": torch.tensor([row["y"] for row in rows], dtype=torch.float32),
+            "input": torch.tensor([list(row["x"]) for row in rows], dtype=dtype),
+            "target": torch.tensor([row["y"] for row in rows], dtype=dtype),
         }
 
     return make
@@ -113,6 +116,37 @@ def fresh(trained: ShardedModelGroup, checkpoint: Path) -> ShardedModelGroup:
     trained.load(checkpoint)
     trained.set_optimizer(ADAMW)
     return trained
+
+
+@pytest.mark.parametrize("who", ["from_checkpoint", "set_optimizer", "fit"])
+def test_one_warning_of_trained_weights_in_bf16(
+    checkpoint: Path, rows: list[dict[str, Any]], who: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"optimizer": ADAMW} if who == "from_checkpoint" else {}
+
+    def set_it() -> None:
+        from raysharding import current_worker
+
+        current_worker().trainer.set_optimizer(torch.optim.SGD, {"lr": 0.1})
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with make_group(checkpoint, world_size=1, loading=Loading(dtype="bf16"), **options) as group:
+            if who == "set_optimizer":
+                group.set_optimizer(ADAMW)
+            elif who == "fit":
+                group.call(set_it)
+                assert not told
+            for _ in range(2):
+                fit(group, rows, max_steps=1, collate=collate(torch.bfloat16))
+            group.set_optimizer(ADAMW)
+    (one,) = told
+    said = (
+        r"4 of 4 trained parameters are stored in torch.bfloat16.*Loading\(dtype=.float32.\).* for 424 B more over all"
+    )
+    assert re.match(said, str(one.message))
+    assert Path(one.filename).parent.name in ("tests", "fit"), "the line of the program"
+    assert "trained parameters are stored" not in capfd.readouterr().err, "on the rank"
 
 
 def as_dataset(parquet: Path, rows: list[dict[str, Any]]) -> Any:
