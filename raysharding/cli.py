@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is still in the buffer would raise again at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (RayshardingError, ImportError, OSError, UsageError) as error:
+    except (RayshardingError, ImportError, OSError, ValueError) as error:
         print(f"raysharding: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -56,18 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-class UsageError(ValueError):
-    """Options that are invalid or contradict each other."""
-
-
 def _inspect(options: argparse.Namespace) -> None:
     from raysharding.checkpoint import locate, open_checkpoint
 
-    try:
-        path = locate(options.path, options.revision)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(locate(options.path, options.revision))
     if options.json:
         _print_json(contents(checkpoint, all_tensors=options.tensors))
     else:
@@ -103,22 +95,20 @@ def _plan(options: argparse.Namespace) -> bool:
     from raysharding.config import Loading, Placement, Sharding
     from raysharding.group import ShardedModelGroup
 
-    try:
-        plan = ShardedModelGroup.plan(
-            options.path,
-            revision=options.revision,
-            model=options.model,
-            base=options.base,
-            world_size=options.world_size,
-            device=options.device,
-            sharding=Sharding(replicate_size=options.replicate_size, cpu_offload=options.cpu_offload),
-            loading=Loading(dtype=options.dtype, strict=not options.not_strict),
-            placement=Placement(strategy=options.strategy),
-            optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
-            nodes=_imagined_nodes(options),
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    plan = ShardedModelGroup.plan(
+        options.path,
+        revision=options.revision,
+        model=options.model,
+        base=options.base,
+        config_overrides=None if options.config_overrides is None else dict(options.config_overrides),
+        world_size=options.world_size,
+        device=options.device,
+        sharding=Sharding(replicate_size=options.replicate_size, cpu_offload=options.cpu_offload),
+        loading=Loading(dtype=options.dtype, strict=not options.not_strict),
+        placement=Placement(strategy=options.strategy),
+        optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
+        nodes=_imagined_nodes(options),
+    )
     if options.json:
         _print_json(asdict(plan) | {"fits": plan.fits})
     else:
@@ -147,10 +137,7 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
 def _doctor(options: argparse.Namespace) -> bool:
     from raysharding.group.launch import diagnose
 
-    try:
-        report = diagnose(options.address, options.port_range)
-    except ValueError as error:  # Ray's own, for an address that is none
-        raise UsageError(str(error)) from error
+    report = diagnose(options.address, options.port_range)
     if options.json:
         _print_json(asdict(report))
     else:
@@ -194,6 +181,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
     plan.add_argument("--base", help="base model of a directory of adapters; default: the hub id that they name")
+    plan.add_argument("--config-overrides", type=_field, nargs="+", metavar="FIELD=VALUE", help="as num_labels=3")
     plan.add_argument("--dtype", help="as Loading(dtype=): bfloat16, bf16, ...; default: the checkpoint's dtype")
     plan.add_argument("--optimizer", choices=("AdamW", "Adam", "SGD", "Adafactor", "Adagrad"), help="to train with")
     plan.add_argument("--replicate-size", type=_count, default=1, help="replicas of the model (HSDP); default 1")
@@ -247,6 +235,16 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: give an amount such as 80GiB, 80GB, or a number of bytes")
     power = " KMGT".index(found[2].upper() or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, is_given, value = text.partition("=")
+    if not is_given:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a field of config.json and its value, such as num_labels=3")
+    try:
+        return name, json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _port_range(text: str) -> tuple[int, int] | None:

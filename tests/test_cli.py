@@ -118,6 +118,22 @@ def test_plan(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "node 0: GPU memory: a rank needs 512." in capsys.readouterr().out
 
 
+def test_plan_of_a_config_with_other_values(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(bert), "--json", "--nodes", "1", "--model", "AutoModelForSequenceClassification"]
+    sizes = []
+    for fields in (["num_labels=2"], ["num_labels=3"], ["num_labels=3", "hidden_act=relu", "use_cache=False"]):
+        main([*words, "--config-overrides", *fields])
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        sizes.append(sum(one["footprint"]["parameter_bytes"] for one in ranks))
+    assert sizes[1] - sizes[0] == 4 * (16 + 1), "a row of the head, and its bias"
+    assert sizes[2] == sizes[1]
+    assert main([*words, "--config-overrides", "num_lables=3"]) == 1
+    assert "BertConfig has no field 'num_lables'; did you mean 'num_labels'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--config-overrides", "num_labels"])
+    assert "'num_labels': give a field of config.json and its value, such as num_labels=3" in capsys.readouterr().err
+
+
 def test_a_plan_that_cannot_be_made_is_one_line_and_status_1(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(bert), "--nodes", "1", "--device", "cuda"]) == 1
     assert capsys.readouterr().err == (

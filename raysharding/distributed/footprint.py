@@ -3,9 +3,10 @@
 Note: exactness.
     Bytes of parameters, buffers and gradients are exact. (FSDP2 pads a shard that is shorter than the longest, by at
     most one row per tensor.) Optimizer state is the state that the factory's optimizer makes in one step on meta
-    tensors of these shapes and dtypes, which is exact for AdamW and SGD, and unknown if a step needs values. Buffers
-    of a load are within 2 % of shards and buffers together. They are an upper bound with fewer buckets than readers,
-    and under `transport="auto"`, which is decided once the ranks have looked for the files. Full parameters of running
+    tensors of these shapes and dtypes, which is exact for AdamW and SGD. torch's Adafactor, whose step needs values, is
+    exact, too; other optimizers of that kind are unknown. Buffers of a load are within 2 % of shards and buffers
+    together. They are an upper bound with fewer buckets than readers, and under `transport="auto"`, which is decided
+    once the ranks have looked for the files. Full parameters of running
     groups are an estimate: the root's group, groups that are not freed after forward, and two others, one of which is
     prefetched. Activations depend on the batch and are left out.
 """
@@ -49,8 +50,8 @@ from raysharding.errors import PlanError
 from raysharding.models import full_precision_groups, low_dtype, unfreed_groups, whole_parameters
 from raysharding.tree import leaves
 
-Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""FQN, local shape and dtype of each tensor with a gradient."""
+Trained = tuple[tuple[TensorLayout, tuple[int, ...]], ...]
+"""Layout and local shape of each tensor with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def footprints(
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
-        gradients = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in trained)
+        gradients = sum(torch.Size(shape).numel() * layout.dtype.itemsize for layout, shape in trained)
         found[index] = Footprint(parameters, buffers, gradients, states[trained], *of_all)
     return found
 
@@ -174,7 +175,7 @@ def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, in
         parameters += num_bytes if tensor.is_parameter else 0
         buffers += 0 if tensor.is_parameter else num_bytes
         if tensor.is_trained:
-            trained.append((tensor.layout.fqn, shape, tensor.layout.dtype))
+            trained.append((tensor.layout, shape))
     return parameters, buffers, tuple(trained)
 
 
@@ -190,12 +191,14 @@ def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
     """Return the bytes of optimizer state after one step on meta tensors; `None` if the step needs values."""
     if not trained:
         return 0
-    named = [(fqn, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))) for fqn, shape, dtype in trained]
+    named = [(one.fqn, nn.Parameter(torch.empty(shape, dtype=one.dtype, device="meta"))) for one, shape in trained]
     try:
         optimizer = call_factory(factory, named)
     except Exception as error:  # any error of user code, which stays the cause
         name = getattr(factory, "__qualname__", repr(factory))
         raise PlanError(f"optimizer={name} raised {type(error).__name__}: {error}") from error
+    if isinstance(optimizer, torch.optim.Adafactor):  # whose step needs values
+        return sum(4 + one.dtype.itemsize * _num_means(one.shape, shape) for one, shape in trained)
     for group in optimizer.param_groups:
         # Meta has neither fused nor foreach kernels, nor graph capture; the state is the same.
         group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
@@ -207,6 +210,12 @@ def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
         return None
     values = leaves(dict(optimizer.state))
     return sum(value.nbytes for _, value in values if isinstance(value, torch.Tensor))
+
+
+def _num_means(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
+    """Return the elements of Adafactor's means: over rows and columns of a matrix, on every rank, or over nothing."""
+    whole = torch.Size(shape)
+    return whole[:-1].numel() + whole.numel() // shape[-2] if len(shape) > 1 else torch.Size(local).numel()
 
 
 def load_rings(
