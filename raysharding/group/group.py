@@ -629,7 +629,9 @@ class ShardedModelGroup:
 
         A schedule that replaces another continues at its step, and a line on stderr says so: after 10 steps,
         `set_scheduler(CosineAnnealingLR, T_max=20)` gives step 11 the rate that it has in a schedule over 20 steps.
-        `set_optimizer(Scheduled(...))` begins one anew.
+        `set_optimizer(Scheduled(...))` begins one anew. A `ReduceLROnPlateau` begins with the current rate. Warns if
+        the replaced schedule (`OneCycleLR`, `CyclicLR`, `ReduceLROnPlateau`) wrote over the optimizer's own rate or
+        momentum, and the new one goes on from that.
 
         Args:
             schedule: A class of `torch.optim.lr_scheduler`, or a callable that takes the optimizer and returns one.
@@ -643,9 +645,12 @@ class ShardedModelGroup:
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
         whole = partial(schedule, **kwargs) if kwargs else schedule
-        taken = self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
-        if taken:
-            tell(f"set_scheduler: continues at step {taken + 1}; set_optimizer(Scheduled(...)) begins at step 1")
+        made = self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler"))
+        continues, inherited = made.result()
+        if continues:
+            tell(f"set_scheduler: {continues}; set_optimizer(Scheduled(...)) begins at step 1")
+        if inherited:
+            warn(f"set_scheduler: {inherited}")
         self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
         self._update_record()
 

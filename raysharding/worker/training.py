@@ -125,24 +125,24 @@ class Trainer:
                     state.run(self._status.loading, self._status.follow(None), self._status.stall_s)
                     self.position = load_training(self._status.loaded)
 
-    def set_scheduler(self, schedule: Schedule) -> int:
+    def set_scheduler(self, schedule: Schedule) -> tuple[str, str]:
         """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.
 
         Args:
             schedule: Called with the optimizer; returns the schedule.
 
         Returns:
-            The number of steps that it has taken.
+            The texts of `attach_schedule`.
 
         Raises:
             ValueError: No optimizer is set, or `schedule` did not return a schedule.
         """
         optimizer = self._require_optimizer("set_scheduler")
         with self._status.running("call", "set_scheduler"):
-            num_steps = attach_schedule(optimizer, schedule)
+            continues, inherited = attach_schedule(optimizer, schedule)
             # A restart from the files would go on with the schedule that was replaced.
-            self._status.is_saved = self._status.is_saved and not num_steps
-            return num_steps
+            self._status.is_saved = self._status.is_saved and not continues
+            return continues, inherited
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
         """Plan the load of a checkpoint's optimizer state. Collective: ranks without the files ask rank 0.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from raysharding.distributed.fully_shard import reshard, warn_once
 from raysharding.distributed.optim.rules import adapt
@@ -187,14 +187,15 @@ def check_schedule(schedule: Any) -> None:
         )
 
 
-def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> int:
+def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> tuple[str, str]:
     """Attach a schedule to an optimizer. One that replaces another continues at its step, with `initial_lr` as base.
 
     It takes the steps of the replaced schedule first: its rates are those of one that has been there from the first
     step. A `ReduceLROnPlateau`, which would need their losses, begins with the current rate instead.
 
     Returns:
-        The number of these steps.
+        Texts, of a schedule that replaces another: how it continues, if that had taken steps; a warning of what that
+        wrote over the optimizer's own rate and momentum, if the new one goes on from it.
 
     Raises:
         ValueError: `schedule` returned no schedule, or one without so many steps. The optimizer is unchanged.
@@ -226,7 +227,29 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> int
     finally:
         optimizer.param_groups = groups
     setattr(optimizer, _ATTRIBUTE, made)
-    return num_steps
+    continues = f"continues at step {num_steps + 1}" if num_steps else ""
+    if num_steps and isinstance(made, ReduceLROnPlateau):
+        continues = f"begins with the current rate, {float(groups[0]['lr']):g}, and no earlier loss"
+    return continues, _inherited(replaced, made, groups[0])
+
+
+def _inherited(replaced: Any, made: LRScheduler, group: Mapping[str, Any]) -> str:
+    writers = [part for part in _parts(replaced) if isinstance(part, (OneCycleLR, CyclicLR, ReduceLROnPlateau))]
+    # One that cycles writes the rate itself, and one that cycles the momentum that, too.
+    cycles = max((getattr(part, "cycle_momentum", False) for part in writers), default=-1)
+    if getattr(made, "cycle_momentum", -1) >= cycles:
+        return ""
+    shown = {"lr": group.get("initial_lr", group["lr"])}
+    shown |= {key: group[key] for key in ("momentum", "betas") if cycles and key in group}
+    told = ", ".join(f"{key}={value}" for key, value in shown.items())
+    return (
+        f"{type(made).__name__} takes {told}, which {type(writers[0]).__name__} wrote over the optimizer's own: "
+        "set_optimizer(Scheduled(...)) begins with those that are given"
+    )
+
+
+def _parts(schedule: Any) -> list[Any]:
+    return [schedule, *(part for one in getattr(schedule, "_schedulers", ()) for part in _parts(one))]
 
 
 def set_hyperparameter(group: dict[str, Any], key: str, value: Any) -> None:

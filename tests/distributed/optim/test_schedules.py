@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -194,7 +195,7 @@ def lengthen(folder: str) -> dict[str, list[str]]:
         for factory in (ADAM, bound(ADAM, {"lr": 3.0})):  # another `lr=` changes nothing
             loaded = make_optimizer(module, Scheduled(factory, schedule(10)))
             load_optimizer_state(module, loaded, path)
-            assert attach_schedule(loaded, schedule(20)) == 10, "steps that the new one has taken"
+            assert attach_schedule(loaded, schedule(20)) == ("continues at step 11", "")
             found = take(loaded, 10)
             assert found == expected[10:], (kind, found, expected[10:])
         given = make_optimizer(module, Scheduled(ADAM, schedule(20)))
@@ -230,8 +231,52 @@ def test_a_schedule_that_cannot_continue_leaves_the_earlier_one() -> None:
         attach_schedule(optimizer, HORIZONS["one cycle"](5))
     assert schedule_of(optimizer) is schedule
     assert optimizer.param_groups == before
-    assert attach_schedule(optimizer, SCHEDULES["plateau"]) == 6
+    rate = f"{before[0]['lr']:g}"
+    assert attach_schedule(optimizer, SCHEDULES["plateau"]) == (
+        f"begins with the current rate, {rate}, and no earlier loss",
+        "",
+    )
     assert optimizer.param_groups[0]["lr"] == before[0]["lr"], "a plateau goes on from the rate that is"
+
+
+ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20)
+CYCLIC = partial(lr_scheduler.CyclicLR, base_lr=0.002, max_lr=0.1)
+
+
+def after_warm_up(schedule: Any) -> Any:
+    def made(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.LinearLR(optimizer), schedule(optimizer)], [2])
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            ONE_CYCLE,
+            SCHEDULES["cosine"],
+            r"CosineAnnealingLR takes lr=0.004, betas=\(0.8\d*, 0.999\), which OneCycleLR",
+        ),
+        (CYCLIC, SCHEDULES["cosine"], r"CosineAnnealingLR takes lr=0.002, betas=\(0.8\d*, 0.999\), which CyclicLR"),
+        (after_warm_up(ONE_CYCLE), SCHEDULES["lambda"], r"LambdaLR takes lr=0.004, betas=.* which OneCycleLR"),
+        (partial(ONE_CYCLE, cycle_momentum=False), SCHEDULES["cosine"], r"CosineAnnealingLR takes lr=0.004, which One"),
+        (ONE_CYCLE, partial(ONE_CYCLE, cycle_momentum=False), r"OneCycleLR takes lr=.*, betas=.* which OneCycleLR"),
+        (SCHEDULES["plateau"], SCHEDULES["cosine"], r"CosineAnnealingLR takes lr=0.0001, which ReduceLROnPlateau"),
+        (ONE_CYCLE, partial(ONE_CYCLE, total_steps=30), None),
+        (partial(ONE_CYCLE, cycle_momentum=False), partial(CYCLIC, cycle_momentum=False), None),
+        (SCHEDULES["plateau"], ONE_CYCLE, None),
+        (SCHEDULES["cosine"], SCHEDULES["plateau"], None),
+    ],
+)
+def test_what_a_replaced_schedule_wrote_over_is_told(old: Any, new: Any, said: str | None) -> None:
+    """Such schedules write the rate or momentum of the beginning into the param groups; a new optimizer has its own."""
+    optimizer = Scheduled(ADAM, old)(list(nn.Linear(2, 2).named_parameters()))
+    for _ in range(3):
+        optimizer.step()
+        step_schedule(optimizer, 1.0)
+    told = attach_schedule(optimizer, new)[1]
+    assert told == "" if said is None else re.match(said, told), told
 
 
 def load_with_another_rate(folder: str) -> list[str]:
