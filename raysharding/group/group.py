@@ -799,7 +799,8 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
             SystemExit: SIGTERM ended the run; see `save_on_signal`.
-            KeyboardInterrupt: Ctrl-C ended the run.
+            KeyboardInterrupt: Ctrl-C ended the run. If the save after it failed, a line on stderr says so, and the
+                CheckpointError is the interrupt's `__cause__`.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, has no rows, ends in an incomplete item, or differs from the data of the
                 run that is resumed. The group is READY.

@@ -90,6 +90,7 @@ class Trainer:
         self.position: Position | None = None
         """Position of the last run, or of the run in which the loaded weights were saved."""
         self._fit: Fit | None = None
+        self._steps: list[StepMetrics] = []
         self._saves_async = False
         self._dropped: tuple[str, ...] = ()
         self._warning: str | None = None
@@ -343,8 +344,7 @@ class Trainer:
         """
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
-        steps: list[StepMetrics] = []
-        loader = self._fit.data_loader
+        self._steps = []
         for _ in range(num_steps):
             before = self._status.num_changes, self._status.is_saved
             with self._status.running("train_step", "fit_step"):
@@ -353,18 +353,18 @@ class Trainer:
                 self.position = self._fit.position
             if step_metrics is None:
                 self._status.num_changes, self._status.is_saved = before
-                return FitSteps(tuple(steps), self._place, is_over=True, dropped=loader.dropped)
-            steps.append(step_metrics)
+                return self._taken(is_over=True)
+            self._steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
                 self._saves_async = False
-        return FitSteps(tuple(steps), self._place, is_over=False, dropped=loader.dropped)
+        return self._taken(is_over=False)
 
-    @property
-    def _place(self) -> Position:
-        """The run's position without its evaluations, which the driver has and which would grow with the run."""
+    def _taken(self, *, is_over: bool) -> FitSteps:
         assert self._fit is not None, "fit_begin comes first"
-        return replace(self._fit.position, evaluations=())
+        # The driver has the evaluations, and they would grow with the run.
+        place = replace(self._fit.position, evaluations=())
+        return FitSteps(tuple(self._steps), place, is_over, self._fit.data_loader.dropped)
 
     def note_evaluation(self, evaluation: Mapping[str, Any]) -> tuple[str, ...]:
         """Add an evaluation to the run's position, which the run's saves hold. No collective.
@@ -411,13 +411,17 @@ class Trainer:
             self._dropped = run.data_loader.dropped
             run.data_loader.close()
 
-    def fit_end(self) -> Position | None:
-        """Release the run's data, and return the run's position; `None` if no run has begun. No collective."""
+    def fit_end(self) -> FitSteps | None:
+        """Release the run's data, and return the steps since the last `fit_steps` began. No collective.
+
+        Returns:
+            The steps, which the driver lacks if that call raised; `None` if no run has begun.
+        """
         if self._fit is None:
             return None
         self._fit.data_loader.close()
-        self._fit = None
-        return self.position
+        taken, self._fit, self._steps = self._taken(is_over=True), None, []
+        return taken
 
 
 class _Generators:

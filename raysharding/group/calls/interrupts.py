@@ -140,8 +140,8 @@ class MaskedInterrupts(_Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        if self._raised is not None:
-            raise self._raised
+        if self._raised is not None and error is not self._raised:
+            raise self._raised from error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:

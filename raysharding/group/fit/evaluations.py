@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,12 @@ def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
     return client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
 
 
-def tell_dropped(names: Sequence[str], source: str, what: str = "fit") -> None:
-    """Say which columns of the data the ranks drop in a `fit` or `predict`."""
-    tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
+def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
+    """Say once which columns of the data the ranks drop in a `fit` or `predict`; `told` keeps the sources of which."""
+    names = sorted({name for dropped in by_rank for name in dropped})
+    if names and source not in told:
+        told.add(source)
+        tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
 
 
 def steps_to(place: Position, every: int | None) -> int | None:
@@ -129,7 +132,7 @@ class Evaluations:
         self._of_run: list[Mapping[str, Any]] = []
         self.done: dict[int, dict[str, float]] = {}
         """Step → metrics, of the evaluations in this `fit`."""
-        self._has_told = False
+        self._told: set[str] = set()
 
     def begin(self, place: Position) -> None:
         """Continue at a position, whose evaluations count."""
@@ -177,10 +180,7 @@ class Evaluations:
         if self._is_best(noted["metrics"]):
             noted |= {"best": self._best_by[0], "path": path}
         replies = client.submit_same("note_evaluation", noted, collect=collect_all).result()
-        dropped = sorted({name for reply in replies for name in reply})
-        if dropped and not self._has_told:
-            tell_dropped(dropped, "eval_data")
-            self._has_told = True
+        tell_dropped(replies, "eval_data", self._told)
         self._of_run.append(noted)
         self.done[place.num_steps] = metrics
         return metrics

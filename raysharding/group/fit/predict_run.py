@@ -89,7 +89,7 @@ class PredictRun:
         """First row of a part → the pyarrow schema of its table."""
         self._schema: Any = None
         """The types that hold the values of all tables."""
-        self._has_told = False
+        self._told: set[str] = set()
 
     def run(self) -> Any:
         """Run all forwards; see `ShardedModelGroup.predict`."""
@@ -149,7 +149,7 @@ class PredictRun:
             ).result()
             self._step_s = (time.monotonic() - begun) / max(1, replies[0].num_steps)
             self._take(replies)
-            self._tell_dropped(replies)
+            tell_dropped((reply.dropped for reply in replies), "the data", self._told, "predict")
             num_rows = sum(reply.num_rows for reply in replies)
             self._num_done += num_rows
             bar.update(num_rows)
@@ -194,13 +194,6 @@ class PredictRun:
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
-
-    def _tell_dropped(self, replies: Sequence[PredictSteps]) -> None:
-        """Say once which columns of the data the ranks drop."""
-        names = sorted({name for reply in replies for name in reply.dropped})
-        if names and not self._has_told:
-            self._has_told = True
-            tell_dropped(names, "the data", "predict")
 
     def _let_go(self) -> None:
         if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):

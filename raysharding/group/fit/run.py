@@ -130,7 +130,7 @@ class FitRun:
     """Begins the load of a save, as `ShardedModelGroup.load` does."""
 
     def __post_init__(self) -> None:
-        self._stop = StopSignal(is_wanted=self.options.save_on_signal, abandon=self._abandon)
+        self._stop = StopSignal(lambda: self._client, is_wanted=self.options.save_on_signal)
         self._interrupts = NotedInterrupts(lambda: self._client)
         self._gauges = RayGauges(self.running().client.supervisor.name)
         self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
@@ -223,9 +223,6 @@ class FitRun:
         assert self._begun is not None, "_begin comes first"
         return self._begun.num_steps
 
-    def _abandon(self, reason: str) -> None:
-        self._client.supervisor.abandon_soon(reason)
-
     def _load_latest(self) -> bool:
         """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
         latest: tuple[str, bool] | None = self._submit("latest_save", self.options.save_to).result()
@@ -286,7 +283,7 @@ class FitRun:
         Args:
             error: The error that ended the run; errors that are raised here become notes on it.
         """
-        if isinstance(error, CheckpointError) and self._paths:
+        if error is not None and self._paths and CheckpointError in (type(error), type(error.__cause__)):
             # A full disk fails every save of the run in progress: they become notes here, and later calls do not raise.
             for other in self._client.pending.take_failed(self._paths, self.plan.data.stall_s):
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
@@ -306,10 +303,25 @@ class FitRun:
     def _let_go(self) -> None:
         if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                # Steps that an interrupt or error kept from being reported count: a resumed run continues after them.
-                self._position = self._submit("fit_end", is_last=True).result() or self._position
+                replies: list[FitSteps | None] = self._submit("fit_end", collect=collect_all, is_last=True).result()
+                self._note_untold([reply for reply in replies if reply is not None])
             for data in self._datasets:
                 data.unpin(self._client.members)
+
+    def _note_untold(self, replies: Sequence[FitSteps]) -> None:
+        """Record and report the steps of a call before the one that raised; a resumed run continues after them.
+
+        Args:
+            replies: Steps of the last call, of each rank; empty if no run has begun.
+        """
+        if not replies:
+            return
+        number = replies[0].position.num_steps - self._place.num_steps
+        self._position = replies[0].position
+        if number and all(reply.position == self._place for reply in replies):  # an error may have been of some ranks
+            untold = [replace(reply, steps=reply.steps[-number:]) for reply in replies]
+            for step in self._note(untold, number * self._step_s):
+                self._call_back(step)
 
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Wait for the group's background saves after a restart, and continue from the ranks' position."""
@@ -337,10 +349,17 @@ class FitRun:
 
         Raises:
             CallCancelledError: `interrupt` was called.
-            KeyboardInterrupt: After Ctrl-C, with all that belongs to the steps that were taken.
+            KeyboardInterrupt: After Ctrl-C, with all that belongs to the steps that were taken. Its `__cause__` is the
+                error that came in these, such as that of a save.
         """
         with self._interrupts:
-            self._run_steps(bar)
+            try:
+                self._run_steps(bar)
+            except Exception as error:
+                if self._interrupts.came:  # a program that catches the interrupt must hear of a save that failed
+                    self._asked = None
+                    self._tell_end("Ctrl-C", f"then came {type(error).__name__}: {error}")
+                raise
             if self._interrupts.came:
                 self._tell_end("Ctrl-C", "resume=True continues from there")
 
@@ -389,7 +408,7 @@ class FitRun:
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
         self._gauges.set("wait_s", self._wait_s)
         self._gauges.set("save_s", self._save_s)
-        self._tell_dropped(sorted({name for reply in replies for name in reply.dropped}))
+        tell_dropped((reply.dropped for reply in replies), "the data", self._warned)
         told = []
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
@@ -424,15 +443,12 @@ class FitRun:
         rate = f"{step.tokens_per_s:,.0f} tokens/s" if step.num_tokens else f"{step.rows_per_s:,.1f} rows/s"
         bar.set_postfix_str(f"loss {step.metrics['loss']:.4g}, {rate}", refresh=False)
         bar.update(step.num_steps - bar.n)
+        self._call_back(step)
+
+    def _call_back(self, step: FitStep) -> None:
         for callback in self._callbacks:
             if not step.num_steps % (getattr(callback, "every", None) or 1):
                 callback(step)
-
-    def _tell_dropped(self, names: Sequence[str]) -> None:
-        """Say once which columns of the data the ranks drop."""
-        if names and "dropped" not in self._warned:
-            self._warned.add("dropped")
-            tell_dropped(names, "the data")
 
     def _warn_of(self, number: int, step: StepMetrics) -> None:
         """Warn once that steps are skipped, and once that the loss is not finite."""

@@ -22,17 +22,17 @@ class StopSignal:
     wanted.
     """
 
-    def __init__(self, *, is_wanted: bool, abandon: Callable[[str], None]) -> None:
+    def __init__(self, client: Callable[[], Client], *, is_wanted: bool) -> None:
         """Install nothing; `__enter__` does.
 
         Args:
+            client: As for `NotedInterrupts`.
             is_wanted: False to leave SIGTERM alone.
-            abandon: Stops the ranks, without waiting; its argument is the reason.
         """
         self.came = False
         """True once SIGTERM has come."""
         self._is_wanted = is_wanted
-        self._abandon = abandon
+        self._client = client
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -53,7 +53,7 @@ class StopSignal:
         if not self.came:
             self.came = True
             return
-        self._abandon("a second SIGTERM")
+        self._client().supervisor.abandon_soon("a second SIGTERM")
         self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import threading
 import warnings
@@ -149,11 +150,67 @@ def test_one_warning_of_trained_weights_in_bf16(
     assert "trained parameters are stored" not in capfd.readouterr().err, "on the rank"
 
 
+@pytest.mark.parametrize("of", ["loss", "data"])
+def test_steps_before_an_error_are_told(fresh: ShardedModelGroup, rows: list[dict[str, Any]], of: str) -> None:
+    """Steps 2 to 8 are one call of the ranks, which raises in step 6."""
+    expected, mean, make = alone(fresh.state_dict(), rows, 1)[:5], regression(), collate()
+    bad = [one["y"] for one in rows[5 * BATCH : 6 * BATCH]]
+
+    def loss(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
+        if target.ndim == 2:
+            raise RuntimeError("this row")
+        return mean(output, target=target)
+
+    def bring(rows: list[Any]) -> Any:
+        made, is_bad = make(rows), rows[0]["y"] in bad
+        if is_bad and of == "data":
+            raise RuntimeError("this row")
+        return made | {"target": made["target"][:, None]} if is_bad else made
+
+    seen: list[FitStep] = []
+    with pytest.raises((GroupError, DataError), match="this row"):
+        fit(fresh, rows, loss=loss, collate=bring, callbacks=[seen.append])
+    last = fresh.last_fit
+    assert last is not None
+    assert last.history["loss"] == pytest.approx(expected, abs=1e-4)
+    assert [one.num_steps for one in seen] == [1, 2, 3, 4, 5]
+    assert [one.metrics["loss"] for one in seen] == list(last.history["loss"])
+    assert last.num_rows == 5 * BATCH
+
+
 def as_dataset(parquet: Path, rows: list[dict[str, Any]]) -> Any:
     data = pytest.importorskip("ray.data")
     return data.from_arrow(list(pq.read_table(parquet).to_batches(max_chunksize=9)) and [
         pa.Table.from_batches([batch]) for batch in pq.read_table(parquet).to_batches(max_chunksize=9)
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.usefixtures("few_steps_a_call")
+def test_a_save_on_ctrl_c_that_fails(
+    fresh: ShardedModelGroup,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    in_background: bool,
+) -> None:
+    target = tmp_path / "saves"
+
+    def stop(step: FitStep) -> None:
+        if step.num_steps == 4:
+            shutil.rmtree(target)
+            target.write_text("the run's directory is a file")
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fit(fresh, rows, epochs=3, save_to=target, save_on_signal=True, async_save=in_background, callbacks=[stop])
+    assert isinstance(raised.value.__cause__, CheckpointError)
+    last = fresh.last_fit
+    assert last is not None
+    assert last.saved is None
+    line = f"raysharding: fit: Ctrl-C ended the run after step {last.num_steps}; then came CheckpointError: "
+    assert line in capfd.readouterr().err
+    assert fresh.evaluate(rows, batch_size=BATCH, loss=regression(), collate=collate())["loss"] > 0
 
 
 def test_epochs_count_the_whole_run(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
