@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
-from raysharding.distributed.training.losses.reductions import ADDITIONS, Count, Node, Recorder
-from raysharding.distributed.training.losses.rows import SAME_ELEMENTS, Edge, RowCheck, kind_of, refuse
+from raysharding.distributed.training.losses.reductions import ADDITIONS, Count, Node, Recorder, has_gradient
+from raysharding.distributed.training.losses.rows import SAME_ELEMENTS, Edge, RowCheck, edge_of, kind_of, refuse
 from raysharding.torch_internals import saved, shape_of
 
 Factor = float | torch.Tensor
@@ -100,8 +99,7 @@ class GraphReader:
         Raises:
             UnreadableLossError: It is not a linear combination of known terms.
         """
-        edge = get_gradient_edge(loss)
-        self._walk((edge.node, edge.output_nr), 1.0)
+        self._walk(edge_of(loss), 1.0)
         terms = list(self._found.values())
         self._complete(loss, terms)
         return Reading(terms, self._constant, list(self._rows.factors))
@@ -133,7 +131,8 @@ class GraphReader:
         elif kind in ("Mean", "Sum") and _size_before(node) == ():
             self._walk_all(node, factor)
         elif kind in ("Mean", "Sum") and _joins_scalars(node):
-            self._walk_joined(node, factor / math.prod(_size_before(node)) if kind == "Mean" else factor)
+            for part in node.next_functions[0][0].next_functions:
+                self._walk(part, factor / math.prod(_size_before(node)) if kind == "Mean" else factor)
         elif kind == "Mean" and math.prod(shape_of(*edge)) == 1:
             self._add_mean(node, factor)
         else:
@@ -164,7 +163,7 @@ class GraphReader:
         name, operands = self._recorder.operands.get(node, ("", ()))
         if len(operands) != 2 or name not in ADDITIONS:
             raise refuse(f"{node.name()} adds something without gradient that cannot be seen")
-        place = 0 if _has_gradient(operands[1]) else 1
+        place = 0 if has_gradient(operands[1]) else 1
         sign: float = signs[1] if place else signs[0]
         return _number(operands[place]) * sign
 
@@ -186,10 +185,6 @@ class GraphReader:
         _, operands = self._recorder.operands.get(node, ("", ()))
         if any(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in operands):
             raise refuse(f"{node.name()}, by a tensor of whole numbers, which may be a count")
-
-    def _walk_joined(self, node: Node, factor: Factor) -> None:
-        for part in node.next_functions[0][0].next_functions:
-            self._walk(part, factor)
 
     def _add_reduction(self, node: Node, factor: Factor) -> None:
         reduction = self._recorder.reductions[node]
@@ -226,10 +221,6 @@ def _is_scalar(node: Node, output: int) -> bool:
     shape = shape_of(node, output)
     is_view = shape == (1,) and kind_of(node) in ("View", "ReshapeAlias", "Unsqueeze")
     return shape == () or (is_view and shape_of(*node.next_functions[0]) == ())
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _size_before(node: Node) -> tuple[int, ...]:

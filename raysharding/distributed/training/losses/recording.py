@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from raysharding.distributed.training.losses.calls import (
     find_loss,
     is_compiled,
 )
-from raysharding.distributed.training.losses.reductions import Recorder
+from raysharding.distributed.training.losses.reductions import Recorder, has_gradient
 from raysharding.models import is_transformers_model
 from raysharding.torch_internals import current_function_mode
 from raysharding.tree import leaves, map_leaves
@@ -47,9 +47,8 @@ class Recorded:
 
     def outputs(self) -> list[tuple[str, torch.Tensor]]:
         """Return path and value of the model's outputs that have a gradient, without the loss."""
-        found = [(path, leaf) for path, leaf in leaves(self.output) if _has_gradient(leaf)]
         loss = find_loss(self.output)
-        return [(path, leaf) for path, leaf in found if leaf is not loss]
+        return [(path, leaf) for path, leaf in leaves(self.output) if has_gradient(leaf) and leaf is not loss]
 
 
 def run_recorded(
@@ -78,13 +77,13 @@ def run_recorded(
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if not with_backward:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_shape_alone, _as_it_is))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda kept: kept))
         with nullcontext() if is_compiled(module) else _outside_blocks(module, recorder, with_backward):
             output = module(*args, **kwargs) if loss is None else call_model(module, args, kwargs, loss)
         if loss is None:
             return Recorded(recorder, output, _own_loss(output), with_backward)
         if not with_backward:
-            output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
+            output = _give_gradient(module, args, output)
         recorder.in_model = False
         recorder.add_data(_tensors(output) if follows_data else ())
         stack.enter_context(recorder)
@@ -109,14 +108,6 @@ def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if is_needed else tensor.detach().to("meta")
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 def _with_gradient(leaf: Any) -> Any:
     """Return a floating tensor that requires a gradient and may still be changed in place; anything else as it is."""
     if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point() or not leaf.ndim:
@@ -131,7 +122,7 @@ def _outside_blocks(module: nn.Module, recorder: Recorder, with_backward: bool) 
     Compiled blocks would be compiled anew in a function mode. Without a backward, blocks run without a graph.
     """
     gate = _Gate(recorder, with_backward)
-    blocks = [block for block in map(_as_module, fsdp_modules(module)) if block is not module]
+    blocks = [block for block in cast(list[nn.Module], fsdp_modules(module)) if block is not module]
     handles = [block.register_forward_pre_hook(gate.enter_block, prepend=True) for block in blocks]
     handles += [block.register_forward_hook(gate.leave_block) for block in blocks]
     if not with_backward and not any(parameter.requires_grad for parameter in module.parameters()):
@@ -146,11 +137,6 @@ def _outside_blocks(module: nn.Module, recorder: Recorder, with_backward: bool) 
             recorder.__exit__(None, None, None)
         for handle in handles:
             handle.remove()
-
-
-def _as_module(block: object) -> nn.Module:
-    assert isinstance(block, nn.Module)
-    return block
 
 
 class _Gate:
@@ -176,7 +162,7 @@ class _Gate:
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         torch.set_grad_enabled(self._had_grad)
         output = output if self._with_backward else _give_gradient(_module, _inputs, output)
-        found = [leaf.grad_fn for _, leaf in leaves(output) if _has_gradient(leaf)]
+        found = [leaf.grad_fn for _, leaf in leaves(output) if has_gradient(leaf)]
         self._recorder.layers |= dict.fromkeys(node for node in found if node is not None)
         return output
 

@@ -34,6 +34,11 @@ def names_of(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def has_gradient(value: Any) -> bool:
+    """Return True for a tensor that requires a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 @dataclass(frozen=True, eq=False)
 class Reduction:
     """One call of a loss function of torch's."""
@@ -302,9 +307,7 @@ class Recorder(TorchFunctionMode):
             value=total.detach().clone() if reduction != "none" else None,
             total=total.grad_fn if is_quotient else None,
             count=count if reduction in ("mean", "batchmean") else None,
-            inputs=tuple(
-                one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.requires_grad
-            ),
+            inputs=tuple(filter(has_gradient, (*args, *kwargs.values()))),
             along=(_class_dim(call[_first(call)]),) if rule.count is _classes else rule.along,
             first_dim=reduction == "batchmean",
             in_model=self.in_model,

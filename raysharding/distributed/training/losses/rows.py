@@ -93,7 +93,7 @@ class RowCheck:
         self._num_items = None if num_rows is None else max(num_rows // rows_per_item, 1)
         self._rows_per_item = rows_per_item
         self._border: dict[Edge, Rows | None] = {
-            _edge(output): self._at_border(tuple(output.shape), self._row_dim(tuple(output.shape), num_rows, dims))
+            edge_of(output): self._at_border(tuple(output.shape), self._row_dim(tuple(output.shape), num_rows, dims))
             for output in outputs
             if output.ndim
         }
@@ -110,7 +110,7 @@ class RowCheck:
             UnreadableLossError: An input combines rows, or may do so.
         """
         for tensor in reduction.inputs:
-            rows = self.of(_edge(tensor), in_model=reduction.in_model)
+            rows = self.of(edge_of(tensor), in_model=reduction.in_model)
             _check_along(rows, tuple(tensor.shape), reduction.along, f"{reduction.name} combines")
             if reduction.first_dim and rows is not None and rows.dim not in (None, -tensor.ndim):
                 raise refuse(f"{reduction.name} divides by the size of dim 0, which does not hold the rows")
@@ -200,7 +200,7 @@ class RowCheck:
         Raises:
             UnreadableLossError: It multiplies rows with rows, and they are not those of one item.
         """
-        queue, seen = [_edge(total)[0]], {edge[0] for edge in self._border}
+        queue, seen = [edge_of(total)[0]], {edge[0] for edge in self._border}
         while queue and self._rows_per_item == 1 and len(seen) < _MAX_NODES:
             node = queue.pop()
             if node in seen or node in self._recorder.layers:
@@ -229,7 +229,7 @@ class RowCheck:
             raise refuse("the loss function uses what is inside the model, and not in its output")
         if not given.requires_grad:
             raise refuse(f"{edge[0].name()} combines parameters with data")
-        rows = self.of(_edge(given), in_model=in_model)
+        rows = self.of(edge_of(given), in_model=in_model)
         _check_along(rows, tuple(given.shape), [-1], f"{edge[0].name()} multiplies")
         return rows
 
@@ -243,7 +243,7 @@ class RowCheck:
         tensor = reduction.inputs[0]
         along = [dim % tensor.ndim for dim in reduction.along]
         order = [dim for dim in range(tensor.ndim) if dim not in along]
-        rows = self.of(_edge(tensor), in_model=reduction.in_model)
+        rows = self.of(edge_of(tensor), in_model=reduction.in_model)
         return rows and _moved(rows, order, tensor.ndim)
 
     def _elementwise(self, edge: Edge, in_model: bool) -> Rows | None:
@@ -418,7 +418,8 @@ def _reshaped(rows: Rows, before: Shape, shape: Shape) -> Rows:
     return Rows(None, None)  # one item alone, in a 0-dim tensor
 
 
-def _edge(tensor: torch.Tensor) -> Edge:
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Return the forward result that a tensor is."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
