@@ -12,6 +12,7 @@ Note: what it costs.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from raysharding.torch_internals import saved_tensors_hooks
 Node: TypeAlias = Any
 """A node of the autograd graph: `torch.autograd.graph.Node`, or the class of a custom function."""
 Count: TypeAlias = torch.Tensor | int
+Dims: TypeAlias = tuple[int, ...]
 
 
 def names_of(text: str) -> frozenset[str]:
@@ -66,52 +68,41 @@ class Reduction:
 Arguments: TypeAlias = Mapping[str, Any]
 
 
-def _classes(call: Arguments) -> Count:
+def _results(call: Arguments, along: Dims) -> Count:
+    """Count what `reduction="none"` returns: the elements of the first argument, without the dims that are combined."""
+    shape = _first(call).shape or (1,)
+    return math.prod(shape) // max(math.prod(shape[dim] for dim in along), 1)
+
+
+def _classes(call: Arguments, along: Dims) -> Count:
     """Count the weights of the labels of `cross_entropy` and `nll_loss`, without ignored ones."""
-    scores, target, weight = call["input"], call["target"], call.get("weight")
+    target, weight = call["target"], call.get("weight")
     if target.is_floating_point():  # probabilities: a mean over positions, with or without weights
-        return int(scores.numel() // scores.shape[_class_dim(scores)])
+        return _results(call, along)
     counted = target != call["ignore_index"]
     weights = counted if weight is None else torch.where(counted, weight[target.masked_fill(~counted, 0)], 0)
     total: torch.Tensor = weights.sum()
     return total
 
 
-def _class_dim(scores: torch.Tensor) -> int:
-    return 1 if scores.ndim > 1 else 0
-
-
-def _elements(call: Arguments) -> Count:
+def _weights(call: Arguments, along: Dims) -> Count:
+    """Count elements, or the weights that they are given."""
     weight = call.get("weight")
-    return int(call[_first(call)].numel()) if weight is None else weight.sum()
+    return _results(call, along) if weight is None else weight.sum()
 
 
-def _numbers(call: Arguments) -> Count:
-    """Count elements, whatever their weights."""
-    return int(call[_first(call)].numel())
-
-
-def _positions(call: Arguments) -> Count:
-    """Count everything but the last dim."""
-    first = call[_first(call)]
-    return int(first.numel() // max(first.shape[-1], 1)) if first.ndim > 1 else 1
-
-
-def _samples(call: Arguments) -> Count:
-    return int(call["log_probs"].shape[1]) if call["log_probs"].ndim == 3 else 1
-
-
-def _first(call: Arguments) -> str:
-    return next(iter(call))
+def _first(call: Arguments) -> torch.Tensor:
+    first: torch.Tensor = next(iter(call.values()))
+    return first
 
 
 @dataclass(frozen=True)
 class _Rule:
     """How a loss function reduces."""
 
-    count: Callable[[Arguments], Count]
-    """What its mean is divided by."""
-    along: tuple[int, ...] = ()
+    count: Callable[[Arguments, Dims], Count] = _results
+    """What its mean is divided by, given `along`."""
+    along: Dims = ()
     """See `Reduction`."""
     same_shape: tuple[str, ...] = ()
     """Arguments that must have the shape of the first: others are broadcast, and may meet other rows."""
@@ -127,16 +118,16 @@ _BY_ELEMENTS = (
 _RULES: Mapping[Any, _Rule] = {
     F.cross_entropy: _Rule(_classes),
     F.nll_loss: _Rule(_classes),
-    F.mse_loss: _Rule(_elements, same_shape=_PAIR),
-    F.l1_loss: _Rule(_elements, same_shape=_PAIR),
-    **dict.fromkeys(_BY_ELEMENTS, _Rule(_numbers, same_shape=_PAIR)),
-    F.margin_ranking_loss: _Rule(_numbers, same_shape=("input2", "target")),
-    F.multilabel_soft_margin_loss: _Rule(_positions, (-1,), _PAIR),
-    F.multilabel_margin_loss: _Rule(_positions, (-1,), _PAIR),
-    F.multi_margin_loss: _Rule(_positions, (-1,)),
-    F.cosine_embedding_loss: _Rule(_positions, (-1,), ("input2",)),
-    F.triplet_margin_loss: _Rule(_positions, (-1,), ("positive", "negative")),
-    F.ctc_loss: _Rule(_samples, (0, -1), sums=True),
+    F.mse_loss: _Rule(_weights, same_shape=_PAIR),
+    F.l1_loss: _Rule(_weights, same_shape=_PAIR),
+    **dict.fromkeys(_BY_ELEMENTS, _Rule(same_shape=_PAIR)),
+    F.margin_ranking_loss: _Rule(same_shape=("input2", "target")),
+    F.multilabel_soft_margin_loss: _Rule(along=(-1,), same_shape=_PAIR),
+    F.multilabel_margin_loss: _Rule(along=(-1,), same_shape=_PAIR),
+    F.multi_margin_loss: _Rule(along=(-1,)),
+    F.cosine_embedding_loss: _Rule(along=(-1,), same_shape=("input2",)),
+    F.triplet_margin_loss: _Rule(along=(-1,), same_shape=("positive", "negative")),
+    F.ctc_loss: _Rule(along=(0, -1), sums=True),
 }
 """torch's loss functions whose reduction is known. CTC's sum is one over rows, and a model's default."""
 
@@ -280,12 +271,13 @@ class Recorder(TorchFunctionMode):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
-        reduction = call["reduction"]
+        reduction, first = call["reduction"], _first(call)
+        along = rule.along if rule.count is not _classes else (1 if first.ndim > 1 else 0,)
         if func is F.l1_loss and "weight" in call:
             call["weight"] = _weight_of_l1_loss()
         # Without counted items its gradient would be NaN, and NaN * 0 is NaN; that of `nll_loss` alone is 0.
         is_quotient = reduction == "mean" and (call.get("weight") is not None or bool(call.get("label_smoothing")))
-        is_quotient &= rule.count in (_classes, _elements)
+        is_quotient &= rule.count is not _results
         # Activation checkpointing computes it again, without this.
         is_checkpointed = is_quotient and not self.keeps_nothing and saved_tensors_hooks() is not None
         is_quotient &= not is_checkpointed
@@ -294,7 +286,7 @@ class Recorder(TorchFunctionMode):
         result = total = func(*bound.args, **bound.kwargs)
         if total.grad_fn is None and not is_quotient:
             return result
-        count = _rows_of_first(call) if reduction == "batchmean" else rule.count(call)
+        count = (first.shape or (1,))[0] if reduction == "batchmean" else rule.count(call, along)
         if is_quotient:
             result = total / count
             call["reduction"] = reduction
@@ -308,7 +300,7 @@ class Recorder(TorchFunctionMode):
             total=total.grad_fn if is_quotient else None,
             count=count if reduction in ("mean", "batchmean") else None,
             inputs=tuple(filter(has_gradient, (*args, *kwargs.values()))),
-            along=(_class_dim(call[_first(call)]),) if rule.count is _classes else rule.along,
+            along=along,
             first_dim=reduction == "batchmean",
             in_model=self.in_model,
             problem=f"{func.__name__} may divide by 0 inside a checkpoint"
@@ -361,11 +353,6 @@ def _keeps_rows_apart(name: str, args: Any, kwargs: Any) -> bool:
     return name in _ROW_LOCAL or name in _SHAPES
 
 
-def _rows_of_first(call: Arguments) -> int:
-    first = call[_first(call)]
-    return int(first.shape[0]) if first.ndim else 1
-
-
 def _problem(name: str, rule: _Rule, call: Arguments, mixed: _Tensors) -> str:
     if any(isinstance(one, torch.Tensor) and not one.requires_grad and one in mixed for one in call.values()):
         return f"{name} has an argument that the loss function made by combining this rank's rows"
@@ -375,9 +362,9 @@ def _problem(name: str, rule: _Rule, call: Arguments, mixed: _Tensors) -> str:
         return f"{name}(size_average=, reduce=) is deprecated by torch: give reduction="
     if call.get("distance_function") is not None:
         return f"{name} has a distance_function"
-    first = call[_first(call)]
+    first = _first(call)
     for other in rule.same_shape:
         if isinstance(call[other], torch.Tensor) and call[other].shape != first.shape:
-            shapes = f"{_first(call)} of shape {tuple(first.shape)} and {other} of shape {tuple(call[other].shape)}"
+            shapes = f"{next(iter(call))} of shape {tuple(first.shape)} and {other} of shape {tuple(call[other].shape)}"
             return f"{name} broadcasts {shapes}, and so compares rows with other rows"
     return ""
