@@ -390,8 +390,6 @@ def as_tensors(name: str, value: Any) -> Any:
         return PerRank([as_tensors(name, own) for own in value])
     if isinstance(value, list) and _COLUMN.search(name) and name not in _GENERATION_LISTS and _is_numbers(value):
         return _tensor(value, name)
-    if not any(_becomes_tensor(leaf) for _, leaf in leaves(value, leaf=_MARKS)):
-        return value
 
     def convert(_: str, leaf: Any) -> Any:
         return torch.as_tensor(leaf.copy()) if _becomes_tensor(leaf) else leaf
@@ -493,8 +491,6 @@ def _value_of(mark: Split | Same) -> Any:
 
 def _map_marks(change: Callable[[Any], Any], value: Any, *kinds: type) -> Any:
     """Return a value with `change(mark)` in place of its marks; the same object, to be sent once, if it has none."""
-    if not any(isinstance(leaf, kinds) for _, leaf in leaves(value, leaf=_MARKS)):
-        return value
     return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, kinds) else leaf, value, leaf=_MARKS)
 
 

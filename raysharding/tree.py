@@ -61,11 +61,15 @@ def rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> Any:
-    """Return a copy of `tree` with `fn(path, leaf)` in place of each leaf. Instances of `leaf` are not entered."""
+    """Return `tree` with `fn(path, leaf)` in place of each leaf. Instances of `leaf` are not entered.
+
+    A node is made anew only where a leaf in it is another object: without any, the result is `tree` itself.
+    """
     nodes = None if isinstance(tree, leaf) else children(tree)
     if nodes is None:
         return fn(path, tree)
-    return rebuild(tree, [map_leaves(fn, value, path + name, leaf) for name, value in nodes])
+    made = [map_leaves(fn, value, path + name, leaf) for name, value in nodes]
+    return tree if all(new is old for new, (_, old) in zip(made, nodes, strict=True)) else rebuild(tree, made)
 
 
 def leaves(tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> list[tuple[str, Any]]:

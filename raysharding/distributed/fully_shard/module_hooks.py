@@ -68,13 +68,11 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     Returns:
         `tree` itself if nothing had to move, else a tree of the same types.
     """
-    if not any(_is_elsewhere(leaf, device) for _, leaf in leaves(tree, leaf=PackedSequence)):
-        return tree
-    return map_leaves(
-        lambda _, leaf: leaf.to(device, non_blocking=True) if _is_elsewhere(leaf, device) else leaf,
-        tree,
-        leaf=PackedSequence,
-    )
+
+    def moved(_: str, leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if _is_elsewhere(leaf, device) else leaf
+
+    return map_leaves(moved, tree, leaf=PackedSequence)
 
 
 def _is_elsewhere(leaf: Any, device: torch.device) -> bool:
