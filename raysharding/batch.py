@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -125,9 +125,6 @@ class PerRank(Sequence[Any]):
 
     def __getitem__(self, rank: Any) -> Any:
         return self.values[rank]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
 
     def __repr__(self) -> str:
         return f"PerRank({list(self.values)!r})"
@@ -285,13 +282,11 @@ class RankBatch:
         for index, taken in enumerate(own):
             rows = tuple(one[index] for one in cut)
             if any(rows):
-                parts.append(self._part(start if taken else 0, taken, rows))
+                begin, num_held = start if taken else 0, taken or self.rows_per_item
+                part = self._with_splits(partial(Split.rows, start=begin, num_rows=num_held))
+                parts.append(replace(part, num_rows=taken, rows=rows))
             start += taken
         return parts
-
-    def _part(self, start: int, num_rows: int, rows: tuple[int, ...]) -> RankBatch:
-        part = self._with_splits(lambda split: split.rows(start, num_rows or self.rows_per_item))
-        return replace(part, num_rows=num_rows, rows=rows)
 
     def resized(self, num_rows: int) -> RankBatch:
         """Return the same call on this rank's first `num_rows` rows, whole items; see `Split.resized`."""
