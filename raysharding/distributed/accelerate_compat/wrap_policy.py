@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy, tr
 
 from raysharding.distributed.fully_shard import named_submodules
 from raysharding.errors import PlanError
+from raysharding.torch_internals import recursive_wrap
 
 Predicate = Callable[[nn.Module], bool]
 
@@ -155,7 +156,13 @@ def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Mo
         return set(targets)
     found: set[nn.Module] = set()
     if _is_fsdp1_callable(policy):
-        _walk(model, policy, ignored, found)
+
+        def mark(module: nn.Module, **_: Any) -> nn.Module:
+            found.add(module)
+            return module
+
+        # FSDP1's own walk, in which each module that it would wrap is wrapped in itself.
+        recursive_wrap(model, policy, mark, ignored, {one for other in ignored for one in other.parameters()})
     else:
         found.update(module for _, module in named_submodules(model) if module not in ignored and policy(module))
     return found
@@ -170,16 +177,3 @@ def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
     except ValueError:  # no signature to look at: something built in
         return False
     return True
-
-
-def _walk(module: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module], found: set[nn.Module]) -> int:
-    """Apply an FSDP1 policy, children first; returns the number of parameters in groups from `module` on down."""
-    own = {parameter for other in ignored for parameter in other.parameters()}
-    num_params = sum(parameter.numel() for parameter in module.parameters() if parameter not in own)
-    if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
-        return 0
-    taken = sum(_walk(child, policy, ignored, found) for child in module.children() if child not in ignored)
-    if policy(module=module, recurse=False, nonwrapped_numel=num_params - taken):
-        found.add(module)
-        return num_params
-    return taken
