@@ -284,18 +284,11 @@ def _stack(tensors: Sequence[BlockTensor], dim: int = 0) -> BlockTensor:
     return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
+_METHODS = ("split", "chunk", "unbind", "squeeze", "unsqueeze", "narrow", "transpose", "reshape", "flatten")
 _MOVES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.cat: _cat,
     torch.concat: _cat,
     torch.concatenate: _cat,
     torch.stack: _stack,
-    torch.split: BlockTensor.split,
-    torch.chunk: BlockTensor.chunk,
-    torch.unbind: BlockTensor.unbind,
-    torch.squeeze: BlockTensor.squeeze,
-    torch.unsqueeze: BlockTensor.unsqueeze,
-    torch.narrow: BlockTensor.narrow,
-    torch.transpose: BlockTensor.transpose,
-    torch.reshape: BlockTensor.reshape,
-    torch.flatten: BlockTensor.flatten,
+    **{getattr(torch, name): getattr(BlockTensor, name) for name in _METHODS},
 }
