@@ -12,6 +12,7 @@ import warnings
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -44,9 +45,7 @@ class SavedTensor:
     @classmethod
     def whole(cls, fqn: str, tensor: torch.Tensor) -> SavedTensor:
         """Return a saved tensor that is one whole, unchanged tensor of the module."""
-        num_elements = math.prod(tensor.shape)
-        runs = (Run(fqn, 0, 0, num_elements),)
-        return cls(tensor.dtype, tuple(tensor.shape), runs)
+        return cls(tensor.dtype, tuple(tensor.shape), (Run(fqn, 0, 0, math.prod(tensor.shape)),))
 
 
 class RunIndex:
@@ -165,11 +164,7 @@ def _holds_all(saved: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Ten
         for run in one.runs:
             ranges[run.source].append((run.source_start, run.source_start + run.num_elements))
     for fqn, tensor in tensors.items():
-        position = 0
-        for start, stop in sorted(ranges[fqn]):
-            if start != position:
-                return False
-            position = stop
-        if position != math.prod(tensor.shape):
+        end = math.prod(tensor.shape)
+        if any(stop != start for (_, stop), (start, _) in pairwise([(0, 0), *sorted(ranges[fqn]), (end, end)])):
             return False
     return True
