@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,10 +139,7 @@ def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int
     other = next((index for index, order in enumerate(every) if list(order) != list(mine)), None)
     if other is None:
         return f"{text} (in a forward before the last)"
-    theirs = every[other]
-    place = next(
-        (index for index, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
-        min(len(mine), len(theirs)),
-    )
-    names = [labels[order[place]] if place < len(order) else "nothing" for order in (mine, theirs)]
-    return f"{text}: as number {place + 1}, rank {rank} (this one) ran {names[0]} and rank {other} ran {names[1]}"
+    pairs = zip_longest(mine, every[other])
+    place, pair = next((place, pair) for place, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    names = ["nothing" if index is None else labels[index] for index in pair]
+    return f"{text}: as number {place}, rank {rank} (this one) ran {names[0]} and rank {other} ran {names[1]}"
