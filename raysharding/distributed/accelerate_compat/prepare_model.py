@@ -18,7 +18,7 @@ from raysharding.distributed.accelerate_compat.load import fill
 from raysharding.distributed.accelerate_compat.sharding import sharding_of
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.comm import init_mesh
-from raysharding.distributed.fully_shard import meta_like, module_tensors, named_submodules, shard_groups, unwrapped
+from raysharding.distributed.fully_shard import meta_like, module_tensors, shard_groups, tensor_slots, unwrapped
 from raysharding.errors import PlanError
 from raysharding.models import input_and_output, wrap_groups
 
@@ -149,10 +149,6 @@ def _put_on_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:
     for tensor in held.values():
         empty[tensor] = meta_like(tensor)
         empty[tensor].__dict__.update(tensor.__dict__)
-    for _, submodule in named_submodules(model):
-        for table in (submodule._parameters, submodule._buffers):
-            tensors: dict[str, Any] = table
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = empty[tensor]
+    for table, name, tensor in tensor_slots(model.modules()):
+        table[name] = empty[tensor]
     return held if dist.get_rank() == 0 else {}

@@ -47,7 +47,7 @@ from raysharding.distributed.fully_shard.layout import (
     unwrapped,
     with_layout,
 )
-from raysharding.distributed.fully_shard.materialize import materialize
+from raysharding.distributed.fully_shard.materialize import materialize, tensor_slots
 from raysharding.distributed.fully_shard.module_hooks import move_inputs, warn_once
 from raysharding.distributed.fully_shard.recovery import (
     fork_rng_of,

@@ -180,7 +180,7 @@ def _own_submodules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
                 yield submodule
 
 
-def _slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
+def tensor_slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
     """Yield the own parameters and buffers of these modules."""
     for submodule in submodules:
         for table in (submodule._parameters, submodule._buffers):
@@ -191,7 +191,7 @@ def _slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
 
 def _tensors(submodules: Iterable[nn.Module]) -> list[_Slot]:
     """Return the own parameters and buffers of these modules that FSDP has not cut."""
-    return [slot for slot in _slots(submodules) if not isinstance(slot[2], DTensor)]
+    return [slot for slot in tensor_slots(submodules) if not isinstance(slot[2], DTensor)]
 
 
 def _on_meta(submodules: Iterable[nn.Module]) -> list[_Slot]:
@@ -304,7 +304,7 @@ def materialize(
         shard_device = torch.device("cpu") if offloaded else device
         # FSDP2 would pin copies of shards that are not pinned.
         pins = offloaded and is_accelerator(device)
-        for tensors, name, tensor in _slots(submodule for _, submodule in named_submodules(module)):
+        for tensors, name, tensor in tensor_slots(submodule for _, submodule in named_submodules(module)):
             if not tensor.is_meta or (only is not None and id(tensor) not in only):
                 continue
             if tensor not in new:
