@@ -9,12 +9,7 @@ from typing import Final
 
 from raysharding.checkpoint.format.header import parse_object
 from raysharding.checkpoint.format.index import read_beside
-from raysharding.checkpoint.format.names import (
-    MANIFEST_NAME,
-    OPTIMIZER_FOLDER,
-    SAVE_RECORD_NAME,
-    TRAINING_FOLDER,
-)
+from raysharding.checkpoint.format.names import MANIFEST_NAME, OPTIMIZER_FOLDER, SAVE_RECORD_NAME, TRAINING_FOLDER
 from raysharding.checkpoint.storage import Storage, is_remote, join_path
 from raysharding.errors import CheckpointError
 

@@ -34,10 +34,7 @@ from raysharding.config import Sharding
 from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
-from raysharding.distributed.fully_shard.gradients import (
-    keep_low_precision_grads,
-    reduce_after_backward,
-)
+from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
 from raysharding.distributed.fully_shard.internals import (
     follow_requires_grad,
     gather_behind_views,
