@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 
@@ -13,3 +18,17 @@ def format_bytes(num_bytes: float | None) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def split_by_bytes(items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yield items in their order, in lists of up to `max_bytes`; a larger item is alone in its list."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        if part and size + num_bytes(item) > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += num_bytes(item)
+    if part:
+        yield part

@@ -19,11 +19,7 @@ from raysharding.torch_internals import BatchNorm
 
 
 def sharding_of(
-    plugin: Any,
-    model: nn.Module | None = None,
-    *,
-    world_size: int | None = None,
-    ranks_per_node: int | None = None,
+    plugin: Any, model: nn.Module | None = None, *, world_size: int | None = None, ranks_per_node: int | None = None
 ) -> Sharding:
     """Translate a plugin, accelerate's or ours; see `FullyShardedDataParallelPlugin.to_sharding`."""
     ignored = plugin.ignored_modules

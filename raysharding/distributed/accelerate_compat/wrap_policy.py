@@ -67,7 +67,10 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
     if policy is None:
         return None
     if base is transformer_auto_wrap_policy:
-        classes = _transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model)
+        names = fsdp2_plugin.transformer_cls_names_to_wrap
+        classes = classes_named(model, class_names(names, model), strict=names is not None)
+        if names is None and "transformer_layer_cls" in keywords:
+            classes = tuple(keywords["transformer_layer_cls"])
         return functools.partial(_is_of_classes, classes)
     if base is size_based_auto_wrap_policy:
         size = fsdp2_plugin.min_num_params
@@ -76,14 +79,6 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
         return functools.partial(_is_larger_than, size)
     ignored = set(ignored_modules(fsdp2_plugin.ignored_modules, model))
     return frozenset(_picked(policy, model, ignored)).__contains__
-
-
-def _transformer_classes(
-    names: Iterable[str] | str | None, keywords: dict[str, Any], model: nn.Module
-) -> tuple[type[nn.Module], ...]:
-    if names is None and "transformer_layer_cls" in keywords:
-        return tuple(keywords["transformer_layer_cls"])
-    return classes_named(model, class_names(names, model), strict=names is not None)
 
 
 def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str]:

@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 from raysharding.distributed.comm import agree, agreeing
 from raysharding.distributed.fully_shard import (
-    local_tensor,
     message_device,
     named_submodules,
     reshard,
@@ -36,7 +35,7 @@ from raysharding.distributed.fully_shard import (
     unwrapped,
 )
 from raysharding.distributed.loading import extra_state_owners, load_full_tensors
-from raysharding.distributed.transfer import gather_into, named_tensors, tied_names
+from raysharding.distributed.transfer import full_memory, gather_into, named_tensors, tied_names
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 from raysharding.torch_internals import ActivationWrapper, IncompatibleKeys
@@ -225,7 +224,7 @@ class _Form:
         if sharded:
             # A rank without memory must not leave the others in the gather.
             with agreeing():
-                full = self._allocate(sharded if is_wanted else {})
+                full = full_memory(sharded if is_wanted else {}, on_cpu=self._on_cpu)
             ranks = (0,) if rank0_only else range(dist.get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
         for key, value in found.items():
@@ -235,14 +234,6 @@ class _Form:
                 state_dict[key] = full[aliases.get(key, key)]
             elif isinstance(value, torch.Tensor):
                 state_dict[key] = value.clone()  # like full tensors, independent of later steps
-
-    def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-        return {
-            key: torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu" if self._on_cpu else local_tensor(tensor).device
-            )
-            for key, tensor in tensors.items()
-        }
 
     # --- load_state_dict --------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from raysharding.distributed.fully_shard import (
     unwrapped,
 )
 from raysharding.distributed.loading import distribute_state_dict
-from raysharding.distributed.transfer import gather_into
+from raysharding.distributed.transfer import full_memory, gather_into
 from raysharding.errors import PlanError
 from raysharding.models import is_cut
 
@@ -275,11 +275,7 @@ def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Te
     """Return name → memory for the full tensor, if this rank gets the tensor."""
     if options.rank0_only and dist.get_rank() != 0:
         return {}
-    memory = {}
-    for item in params:
-        device = torch.device("cpu") if options.offload_to_cpu else local_tensor(item.sharded).device
-        memory[item.name] = torch.empty(item.sharded.shape, dtype=item.sharded.dtype, device=device)
-    return memory
+    return full_memory({item.name: item.sharded for item in params}, on_cpu=options.offload_to_cpu)
 
 
 def _fingerprint(params: Sequence[_Param]) -> str:

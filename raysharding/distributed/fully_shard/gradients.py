@@ -42,6 +42,7 @@ from raysharding.distributed.fully_shard.internals import (
 from raysharding.models import class_name, clean_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
+from raysharding.units import split_by_bytes
 
 
 def keep_low_precision_grads(module: nn.Module) -> None:
@@ -142,13 +143,7 @@ def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
     for parameter in parameters:
         buckets[parameter.device, parameter.dtype].append(parameter)
     for bucket in buckets.values():
-        message: list[nn.Parameter] = []
-        for parameter in bucket:
-            if message and sum(item.nbytes for item in message) + parameter.nbytes > MESSAGE_BYTES:
-                yield message
-                message = []
-            message.append(parameter)
-        yield message
+        yield from split_by_bytes(bucket, lambda parameter: parameter.nbytes, MESSAGE_BYTES)
 
 
 def _average(parameters: list[nn.Parameter]) -> None:

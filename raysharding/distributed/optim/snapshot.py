@@ -252,9 +252,7 @@ def _is_whole(name: str, value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and (value.ndim > 0 or not is_count)
 
 
-def split_state(
-    state: Mapping[str, Mapping[str, Any]],
-) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+def split_state(state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
     """Split FQN → name → value into the values and the tensors of an `OptimizerSnapshot`."""
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -19,6 +19,7 @@ from raysharding.distributed.transfer.buffers import (
 from raysharding.distributed.transfer.gather import (
     GATHER_BUCKET_BYTES,
     Gather,
+    full_memory,
     gather_into,
     gather_state_dict,
     gather_tensors,

@@ -14,6 +14,7 @@ from raysharding.distributed.comm import agreeing, is_accelerator, to_host, wait
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
+    local_tensor,
     message_device,
     persistent_names,
     reshard,
@@ -33,7 +34,7 @@ from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.distributed.transfer.transport import connect_ranks
 from raysharding.models import clean_name
-from raysharding.units import MIB
+from raysharding.units import MIB, split_by_bytes
 
 Sink = Callable[[str, int, torch.Tensor], None]
 """Called as `(fqn, first element, values)`: 1-D values of a range of the flattened tensor. On the CPU, valid in the
@@ -287,24 +288,10 @@ def gather_state_dict(
     for key in wanted:
         names_of.setdefault(aliases.get(key, key), []).append(key)
     device = message_device(module)
-    for part in _parts(tensors, list(names_of), bucket_bytes):
+    for part in split_by_bytes(names_of, lambda name: tensors[name].numel() * tensors[name].itemsize, bucket_bytes):
         wanted_now = {name: tensors[name] for name in part}
         full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         yield {key: full[name] for name in part for key in names_of[name]} if full else {}
-
-
-def _parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str], part_bytes: int) -> Iterator[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name in names:
-        num_bytes = tensors[name].numel() * tensors[name].itemsize
-        if part and size + num_bytes > part_bytes:
-            yield part
-            part, size = [], 0
-        part.append(name)
-        size += num_bytes
-    if part:
-        yield part
 
 
 def gather_tensors(
@@ -330,9 +317,15 @@ def gather_tensors(
     """
     full: dict[str, torch.Tensor] = {}
     if dist.get_rank() in ranks:
-        full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+        full = full_memory(tensors, on_cpu=True)
     gather_into(full, tensors, ranks, device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return full
+
+
+def full_memory(tensors: Mapping[str, torch.Tensor], *, on_cpu: bool) -> dict[str, torch.Tensor]:
+    """Return name → memory of the full tensor: host memory, or memory of the device of its shards. Not collective."""
+    devices = {name: torch.device("cpu") if on_cpu else local_tensor(one).device for name, one in tensors.items()}
+    return {name: torch.empty(one.shape, dtype=one.dtype, device=devices[name]) for name, one in tensors.items()}
 
 
 def gather_into(
