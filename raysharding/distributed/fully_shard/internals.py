@@ -499,13 +499,13 @@ def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
             assert isinstance(module, nn.Module), "FSDP modules are modules"
             summoned.add(module)
             stack.callback(summoned.discard, module)
-            refuse_forward = _refuser(f"a forward of {type(module).__name__}")
+            state = module._get_fsdp_state()
+            refuse_forward = _refuser(f"a forward of {type(module).__name__}", state)
             # The first of all hooks: FSDP2 has not recorded a forward yet, so there is nothing to reset.
             stack.callback(module.register_forward_pre_hook(refuse_forward, prepend=True).remove)
-            _replace(stack, module, "unshard", _refuser("unshard()"))
-            _replace(stack, module, "_apply", _refuser("to(), a cast or a move"))
-            state = module._get_fsdp_state()
-            _replace(stack, state, "_register_root_post_backward_final_callback", _backward_refuser(state))
+            _replace(stack, module, "unshard", _refuser("unshard()", state))
+            _replace(stack, module, "_apply", _refuser("to(), a cast or a move", state))
+            _replace(stack, state, "_register_root_post_backward_final_callback", _refuser("a backward", state))
         yield
 
 
@@ -519,24 +519,14 @@ def _replace(stack: ExitStack, holder: object, name: str, function: Callable[...
         stack.callback(holder.__dict__.__setitem__, name, before)
 
 
-def _message(what: str) -> str:
-    return f"{what} inside summon_full_params would use the shards, not the full parameters: leave the context first"
-
-
-def _refuser(what: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(_message(what))
-
-    return refuse
-
-
-def _backward_refuser(state: Any) -> Callable[[], NoReturn]:
+def _refuser(what: str, state: Any) -> Callable[..., NoReturn]:
     idle = state._training_state
 
-    def refuse() -> NoReturn:
-        # FSDP2 calls this after it recorded the start of a backward, which does not run.
-        state._training_state = idle
-        raise RuntimeError(_message("a backward"))
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        state._training_state = idle  # FSDP2 may have recorded the start of a backward, which does not run
+        raise RuntimeError(
+            f"{what} inside summon_full_params would use the shards, not the full parameters: leave the context first"
+        )
 
     return refuse
 
