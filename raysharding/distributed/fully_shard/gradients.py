@@ -313,12 +313,8 @@ def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
             continue
         copies = 1 if id(parameter) in alone else dist.get_world_size()
         if isinstance(grad, DTensor):
-            sharded = math.prod(
-                grad.device_mesh.size(axis)
-                for axis, placement in enumerate(grad.placements)
-                if not isinstance(placement, Replicate)
-            )
-            copies //= sharded
+            cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
+            copies //= math.prod(map(grad.device_mesh.size, cut))
             grad = grad.to_local()
         if grad.numel():
             by_copies[copies].append(grad)
