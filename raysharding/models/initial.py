@@ -160,7 +160,11 @@ class Initialiser:
         if why and not beside and (beside := self._set_beside(fqn)):
             return self._run(fqn, rule, fill, beside)
         if why:
-            raise self._unusable_rule(fqn, why) from cause
+            raise PlanError(
+                f"{fqn}: the checkpoint has no value for it, and the rule of {class_name(owner_of(self._tree, fqn))} "
+                f"{why}: put it into the checkpoint, or give the class a reset_parameters() that sets it and reads no "
+                "other tensor's values"
+            ) from cause
         result = lookup(copy, fqn).detach()
         # A rule may replace the tensor by a new one.
         if result.device.type == "meta" or result.shape != real.shape:
@@ -190,13 +194,6 @@ class Initialiser:
             return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
         return stand_in(self._tree, placeholder)
-
-    def _unusable_rule(self, fqn: str, what: str) -> PlanError:
-        return PlanError(
-            f"{fqn}: the checkpoint has no value for it, and the rule of {class_name(owner_of(self._tree, fqn))} "
-            f"{what}: put it into the checkpoint, or give the class a reset_parameters() that sets it and reads no "
-            "other tensor's values"
-        )
 
 
 def placeholder_of(tensor: torch.Tensor, *, is_settled: bool) -> torch.Tensor:
