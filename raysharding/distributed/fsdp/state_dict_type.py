@@ -143,6 +143,12 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
 
+_METHODS = ("state_dict", "load_state_dict")
+"""Methods of a module that its form replaces by its own."""
+_Hidden = Callable[..., Any] | None
+"""Method that another library has set in place of the class's."""
+
+
 class _Form:
     """Form of the state dicts of a module and of all its submodules.
 
@@ -159,18 +165,19 @@ class _Form:
 
     def enter(self, module: nn.Module) -> None:
         """Replace `state_dict` and `load_state_dict` of one of the modules."""
-        for name in _Method.NAMES:
-            module.__dict__[name] = _Method(name, module, self)
+        for name in _METHODS:
+            module.__dict__[name] = partial(getattr(self, name), module, module.__dict__.get(name))
         if module is self._root():
             self._hook = module.register_load_state_dict_pre_hook(partial(self._load_from_around))
 
     def leave(self, module: nn.Module) -> None:
         """Restore the methods of `module`."""
-        for name in _Method.NAMES:
+        for name in _METHODS:
             method = module.__dict__.get(name)
-            if isinstance(method, _Method):
+            if isinstance(method, partial) and method.func == getattr(self, name):
+                _, hidden = method.args
                 del module.__dict__[name]
-                module.__dict__.update({name: method.hidden} if method.hidden is not None else {})
+                module.__dict__.update({name: hidden} if hidden is not None else {})
         if module is self._root() and self._hook is not None:
             self._hook.remove()
 
@@ -184,8 +191,9 @@ class _Form:
 
     # --- state_dict -------------------------------------------------------------------------------------------------
 
-    def state_dict(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module, hidden: _Hidden, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return `module.state_dict` in this form; collective in the full form."""
+        call = hidden or partial(type(module).state_dict, module)
         if self._is_gathering:
             part: dict[str, Any] = call(*args, **kwargs)
             return part  # of a larger state dict, which is converted as a whole
@@ -240,12 +248,13 @@ class _Form:
     def load_state_dict(
         self,
         module: nn.Module,
-        call: Callable[..., Any],
+        hidden: _Hidden,
         state_dict: Mapping[str, Any],
         strict: bool = True,
         assign: bool = False,
     ) -> IncompatibleKeys:
         """Call `module.load_state_dict` in this form; collective."""
+        call = hidden or partial(type(module).load_state_dict, module)
         # A hook, because hooks of users run first, and may rename keys. torch does not pass `strict` and `assign`.
         hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
         self._is_loading = True
@@ -316,29 +325,6 @@ def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
     if value.shape != tensor.shape:
         return f"{name}: shape {tuple(value.shape)}, but the module has {tuple(tensor.shape)}"
     return ""
-
-
-class _Method:
-    """Replacement of one module's `state_dict` or `load_state_dict`.
-
-    Args:
-        name: Which of the two.
-        module: The module.
-        form: Its form, which has a method of that name.
-    """
-
-    NAMES = ("state_dict", "load_state_dict")
-
-    def __init__(self, name: str, module: nn.Module, form: _Form) -> None:
-        self.hidden: Callable[..., Any] | None = module.__dict__.get(name)
-        """Method that another library has set."""
-        self._name = name
-        self._module = module
-        self._form = form
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.hidden or partial(getattr(type(self._module), self._name), self._module)
-        return getattr(self._form, self._name)(self._module, call, *args, **kwargs)
 
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
