@@ -117,17 +117,13 @@ class _Renamed(Mapping[str, torch.Tensor]):
 
 def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return the state dict under the FQNs of the model, without second names of tied tensors."""
-    names: dict[str, list[str]] = {name: [name] for name in saved_tensors(model)}
-    for second, name in tied_names(model).items():
-        names[name].append(second)
+    first_of = {**{name: name for name in saved_tensors(model)}, **tied_names(model)}
     present = {clean_name(key): key for key in full_sd}
     keys: dict[str, str] = {}
-    known: set[str] = set()
-    for name, every in names.items():
-        known.update(every)
-        if (key := next((key for key in every if key in present), None)) is not None:
-            keys[name] = present[key]
-    if unused := sorted(key for name, key in present.items() if name not in known):
+    for name, first in first_of.items():
+        if name in present:
+            keys.setdefault(first, present[name])
+    if unused := sorted(key for name, key in present.items() if name not in first_of):
         more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
         message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
         warnings.warn(message, UserWarning, stacklevel=5)
