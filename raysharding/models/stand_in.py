@@ -41,16 +41,13 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _keep(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
+def stand_in(module: nn.Module, tensors: TensorMap = lambda _, tensor: tensor) -> nn.Module:
     """Copy a module tree without copying its tensors.
 
     Args:
         module: Root of the tree; not changed.
-        tensors: Returns the stand-in's tensor for every parameter and buffer, given the first FQN of each.
+        tensors: Returns the stand-in's tensor for every parameter and buffer, given the first FQN of each. Default: the
+            module's own.
 
     Returns:
         Modules of the original classes, without hooks. Shared modules and tensors are also shared in the stand-in. A

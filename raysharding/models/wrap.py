@@ -262,7 +262,8 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
     """
     tree = _Tree(module, ignored_parameters(module, sharding))
     wanted = _candidates(tree, sharding) if candidates is None else candidates
-    wanted = [*_in_full_precision(tree, sharding), *wanted]
+    if low_dtype(sharding) is not None:  # what must not share a group with modules that compute in low precision
+        wanted = [*((name,) for name, one in tree.modules.items() if stays_in_full_precision(one)), *wanted]
     groups: list[tuple[str, ...]] = []
     seen: set[str] = set()
     for names in wanted:
@@ -374,13 +375,6 @@ def _candidates(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
         return [(name,) for name, module in tree.modules.items() if name and wrap(module)]
     assert not isinstance(wrap, str), "Sharding validates the names"
     return _by_class(tree, wrap)
-
-
-def _in_full_precision(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
-    """Return the modules that must not share a group with modules that compute in low precision."""
-    if low_dtype(sharding) is None:
-        return []
-    return [(name,) for name, module in tree.modules.items() if stays_in_full_precision(module)]
 
 
 def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:

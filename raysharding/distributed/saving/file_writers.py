@@ -49,11 +49,6 @@ class FilePlan:
         return wanted
 
 
-def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of the full tensors."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-
-
 def _plan_files(
     layout: Mapping[str, SavedTensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
 ) -> FilePlan:

@@ -47,7 +47,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.optim import agreed_snapshot
-from raysharding.distributed.saving.file_writers import Written, total_bytes, write_tensors
+from raysharding.distributed.saving.file_writers import Written, write_tensors
 from raysharding.distributed.saving.optimizer_files import write_optimizer
 from raysharding.distributed.saving.training_state import training_state, write_training
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
@@ -168,7 +168,7 @@ class SaveContents:
     @property
     def num_bytes(self) -> int:
         """Bytes of all full tensors."""
-        return self.model_bytes + total_bytes(self.state)
+        return self.model_bytes + sum(tensor.numel() * tensor.itemsize for tensor in self.state.values())
 
     @property
     def num_tensors(self) -> int:
