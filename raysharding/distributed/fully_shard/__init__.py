@@ -5,6 +5,7 @@ from raysharding.distributed.fully_shard.execution_order import check_execution_
 from raysharding.distributed.fully_shard.gradients import (
     check_norm,
     clip_grad_norm_,
+    finish_backward,
     no_sync,
     parameters_left_alone,
     reduce_replicated_gradients,

@@ -35,6 +35,7 @@ from raysharding.distributed.fully_shard.internals import (
     gradient_sync,
     is_sharded,
     outer_root,
+    reduce_accumulated,
     reshard,
     sharded_parameters,
     syncs_gradients,
@@ -169,6 +170,18 @@ def group_device(device: torch.device) -> torch.device:
     without gloo).
     """  # noqa: D205
     return device if is_accelerator(device) else metadata_device()
+
+
+def finish_backward(module: nn.Module) -> None:
+    """Do what FSDP does at the end of a backward, after one that may have reached no parameter; collective. Idempotent.
+
+    Args:
+        module: The sharded root module.
+    """
+    reshard(module)
+    if syncs_gradients(module):
+        reduce_accumulated(module)
+        reduce_replicated_gradients(module)
 
 
 class _Reduction:

@@ -168,6 +168,16 @@ def reset_iteration(root: FSDPModule) -> None:
     state._state_ctx.iter_forward_root = None
 
 
+def reduce_accumulated(module: nn.Module) -> None:
+    """Reduce the gradients that backward passes without a reduction have left; collective.
+
+    Args:
+        module: The sharded root module.
+    """
+    for root in fsdp_modules(module, root_only=True):
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def outer_root(module: FSDPModule) -> nn.Module | None:
     """Return the FSDP root that contains a module; `None` if the module is a root, or FSDP2 knows no root yet."""
     state = module._get_fsdp_state()

@@ -5,6 +5,8 @@ Note [Passes]: rows of text beside rows with images.
     in the tower's all-gather. So the ranks compare which arguments they have. Where these differ, the part takes a
     forward for each kind, one after the other. In each, the ranks of that kind run their rows, and every other rank
     runs a copy of one rank's arguments as a dummy, which counts nowhere and has a gradient of 0.
+    Where only a vision tower or its projector is trained, the loss of a pass over text has no graph. It is read as if
+    the logits had one (`Recorder.gave_gradient`), and counts.
 """
 
 from __future__ import annotations

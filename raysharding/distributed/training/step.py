@@ -25,6 +25,7 @@ from raysharding.distributed.fully_shard import (
     check_execution_order,
     clip_grad_norm_,
     drop_unreduced_gradients,
+    finish_backward,
     gradient_sync,
     module_mode,
     recovering,
@@ -160,7 +161,7 @@ class Accumulation:
 
         Raises:
             EmptyBatchError: On every rank, if a term has no counted items in any pass.
-            ValueError: On every rank, if the gradients were not reduced.
+            ValueError: On every rank, if the gradients were not reduced, or there are none.
         """
         if not self.is_reduced:
             raise ValueError(
@@ -170,6 +171,8 @@ class Accumulation:
             raise EmptyBatchError(
                 f"nothing counts in {', '.join(empty)} in any of the accumulated batches, on any rank"
             )
+        if self.num_passes:
+            _check_gradients(module)
         if self.num_passes > 1:
             scale_gradients(module, self._last_scale())
 
@@ -335,8 +338,8 @@ def _run_pass(
         scales = done.scales(found)
         with gradient_sync(module, sync):
             found.backward(scales)
-        if sync:
-            _check_gradients(module)
+            if found.may_lack_graph:
+                finish_backward(module)
         value = done.add(found, is_reduced=sync, may_be_empty=may_be_empty)
         done.check_ratio()
     return value
@@ -356,7 +359,7 @@ def _refuse_float16(module: nn.Module) -> None:
 
 
 def _check_gradients(module: nn.Module) -> None:
-    """Raise if a backward reached nothing that is trained; not collective.
+    """Raise if no backward of an update reached what is trained; not collective.
 
     Raises:
         ValueError: No trainable parameter has a gradient.
@@ -364,11 +367,11 @@ def _check_gradients(module: nn.Module) -> None:
     if any(parameter.grad is not None for parameter in module.parameters()):  # mostly the first
         return
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if trained:
-        raise ValueError(
-            f"the backward gave none of the {len(trained)} trainable parameters of {class_name(module)} a gradient: "
-            "the loss depends on none of them; look for detach(), no_grad(), and tensors made anew from the output"
-        )
+    raise ValueError(
+        f"the backward gave none of the {len(trained)} trainable parameters of {class_name(module)} a gradient: the "
+        "loss depends on none of them; look for detach(), no_grad(), tensors made anew from the output, and batches of "
+        "which no row reaches them (of text alone, where a vision tower or its projector is trained)"
+    )
 
 
 def _counts_of(module: nn.Module, parts: Sequence[RankBatch], loss: LossFunction | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from raysharding.batch import Split, deal
 from raysharding.config import Sharding
@@ -28,6 +29,7 @@ from raysharding.distributed.training import (
     forward_backward,
     optim_step,
     train_step,
+    zero_grad,
 )
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.errors import RayshardingError
@@ -83,29 +85,37 @@ class Collate:
         return batch
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, trained: str = "") -> nn.Module:
+    """Return a model of which the parameters with `trained` in their name are trained."""
     torch.manual_seed(0)
     model: nn.Module = ARCHITECTURES[name].make()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in path)
     return model
 
 
-def sharded(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    sharding = Sharding()
-    module = shard_module(build(name), init_mesh("cpu", sharding), sharding)
+def sharded(name: str, trained: str = "", **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    sharding = Sharding(**more)
+    module = shard_module(build(name, trained), init_mesh("cpu", sharding), sharding)
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
 
 
 def alone(name: str, rows: list[Example], steps: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of one process's steps on all rows at once."""
-    model, found = build(name).train(), []
+    return steps_alone(build(name), Collate(name)(rows), steps)
+
+
+def steps_alone(model: nn.Module, batch: dict[str, Any], steps: int = STEPS, loss: Any = None) -> Any:
+    model, found = model.train(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(**Collate(name)(rows)).loss
-        loss.backward()
+        output = model(**batch)
+        value = output.loss if loss is None else sum(total / count for total, count in loss(output, batch["labels"]))
+        value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         optimizer.step()
-        found.append((loss.item(), norm.item()))
+        found.append((value.item(), norm.item()))
     return found
 
 
@@ -151,6 +161,71 @@ def test_steps_over_images_equal_one_process(world_size: int) -> None:
     """Rows of 2, 1, 1 and 0 images, by `train_step` in 1, 2 and 4 parts, and by `fit` in two."""
     pytest.importorskip("transformers")
     run_ranks(world_size, steps_equal, NAMES, timeout_s=180)
+
+
+PROJECTOR = "multi_modal_projector"
+
+
+def pairs(output: Any, labels: torch.Tensor) -> list[Any]:
+    """Two terms, whose counts have another ratio in each row."""
+    logits, words, counted = output.logits[:, :-1], labels[:, 1:], labels[:, 1:] != -100
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="sum")
+    return [(total, counted.sum()), ((logits.square().mean(-1) * counted).sum(), 4 * len(words))]
+
+
+def by_labels(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **more: Any) -> torch.Tensor:
+    """A model's own loss of which only the labels can be counted."""
+    scores, words = logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    counted = words != -100
+    total = -(scores.gather(-1, words.clamp(min=0)[..., None])[..., 0] * counted).sum()
+    return total / (more.get("num_items_in_batch") or counted.sum())
+
+
+def projector_steps_equal() -> None:
+    one_row = 4 // dist.get_world_size()
+    for images, num_parts, loss, own, more in (
+        (IMAGES, 1, None, None, {}),
+        (IMAGES, one_row, None, None, {}),
+        ((0, 1, 0, 2), one_row, None, by_labels, {}),  # the first of two or four parts is text alone
+        ((1, 0, 2, 0), one_row, None, None, {"wrap": "none"}),  # the last is
+        ((1, 0, 2, 0), one_row, pairs, None, {"ignored_modules": f"model.{PROJECTOR}"}),
+    ):
+        rows, model = examples("llava", images), build("llava", PROJECTOR)
+        expected = steps_alone(model, Collate("llava")(rows), loss=loss)
+        module, optimizer = sharded("llava", PROJECTOR, **more)
+        if own is not None:
+            setattr(module, "loss_function", own)  # noqa: B010 - a property of transformers' classes
+        step = partial(train_step, module, optimizer, loss=loss, gradient_accumulation_steps=num_parts)
+        agree([step(dealt("llava", rows)) for _ in range(STEPS)], expected)
+        same_weights(module, model)
+
+
+def same_weights(module: nn.Module, model: nn.Module) -> None:
+    for found, expected in zip(module.parameters(), model.parameters(), strict=True):
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(whole, expected, atol=TOLERANCE, rtol=0)
+
+
+def other_steps_of_the_projector() -> None:
+    """`fit` in two parts, calls of `forward_backward` of which the last is text alone, and no row with an image."""
+    rows, model = examples("llava"), build("llava", PROJECTOR)
+    expected = steps_alone(model, Collate("llava")(rows))
+    module, optimizer = sharded("llava", PROJECTOR)
+    plan = DataPlan(SequenceRows(rows), 4, STEPS, collate=Collate("llava"))
+    run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
+    agree([one.metrics for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None], expected)
+    same_weights(module, model)
+    module, optimizer = sharded("llava", PROJECTOR)
+    with pytest.raises(ValueError, match=r"none of the 4 trainable .* \(of text alone, where"):
+        train_step(module, optimizer, dealt("llava", rows[3:]))
+    found = []
+    for _ in range(STEPS):
+        zero_grad(module, optimizer)
+        done = Accumulation()
+        for part in (rows[:2], rows[2:3], rows[3:]):
+            forward_backward(module, dealt("llava", part), done, sync=part == rows[3:])
+        found.append(optim_step(module, optimizer, done))
+    agree(found, expected)
 
 
 def calls_equal(names: list[str]) -> None:
@@ -261,6 +336,21 @@ def test_calls_over_images_equal_one_process(world_size: int) -> None:
     """`evaluate`, `forward`, `predict`, and `forward_backward` on text, then on images."""
     pytest.importorskip("transformers")
     run_ranks(world_size, calls_equal, NAMES, timeout_s=180)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_steps_of_a_projector_equal_one_process(world_size: int) -> None:
+    """Rows of text have a loss without a graph: passes over them, the first, middle and last, count and add nothing."""
+    pytest.importorskip("transformers")
+    run_ranks(world_size, projector_steps_equal, timeout_s=180)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fit_and_calls_of_a_projector_equal_one_process(world_size: int) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(world_size, other_steps_of_the_projector, timeout_s=100)
 
 
 @pytest.mark.timeout(120)

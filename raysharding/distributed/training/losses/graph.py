@@ -54,12 +54,15 @@ class Reading:
     """See `RowCheck`."""
     has_graph: bool = True
     """False for pairs whose sums on this rank depend on no trainable parameter."""
+    gave_gradient: bool = False
+    """See `Recorder`."""
 
     def signature(self) -> str:
         """Return a text that is the same on every rank."""
         listed = [f"{term.name} x {_text(term.factor)}" for term in self.terms]
         inside = [_text(_number(factor)) for factor in self.factors]
-        return " + ".join(listed) + (f" (inside: {', '.join(inside)})" if inside else "")
+        graph = " (no graph)" if self.gave_gradient else ""  # or some ranks would wait in their backward
+        return " + ".join(listed) + (f" (inside: {', '.join(inside)})" if inside else "") + graph
 
 
 def _text(factor: Factor) -> str:

@@ -24,7 +24,7 @@ from raysharding.distributed.training.losses.calls import (
     find_loss,
     is_compiled,
 )
-from raysharding.distributed.training.losses.reductions import Recorder, has_gradient
+from raysharding.distributed.training.losses.reductions import Recorder, has_gradient, with_gradient
 from raysharding.models import is_transformers_model
 from raysharding.torch_internals import current_function_mode
 from raysharding.tree import leaves, map_leaves
@@ -82,7 +82,8 @@ def run_recorded(
             output = module(*args, **kwargs) if loss is None else call_model(module, args, kwargs, loss)
         if loss is None:
             return Recorded(recorder, output, _own_loss(output), with_backward)
-        if not with_backward:
+        recorder.gave_gradient |= not any(has_gradient(leaf) for _, leaf in leaves(output))
+        if recorder.gave_gradient or not with_backward:
             output = _give_gradient(module, args, output)
         recorder.in_model = False
         recorder.add_data(_tensors(output) if follows_data else ())
@@ -106,13 +107,6 @@ def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Keep of a tensor what reading a loss needs: a number, an index, or a shape."""
     is_needed = tensor.numel() == 1 or not tensor.is_floating_point()
     return tensor.detach() if is_needed else tensor.detach().to("meta")
-
-
-def _with_gradient(leaf: Any) -> Any:
-    """Return a floating tensor that requires a gradient and may still be changed in place; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point() or not leaf.ndim:
-        return leaf
-    return leaf + torch.zeros((), dtype=leaf.dtype, device=leaf.device, requires_grad=True)
 
 
 @contextmanager
@@ -168,4 +162,4 @@ class _Gate:
 
 
 def _give_gradient(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    return map_leaves(lambda _, leaf: _with_gradient(leaf), output)
+    return map_leaves(lambda _, leaf: with_gradient(leaf), output)

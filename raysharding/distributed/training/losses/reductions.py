@@ -196,13 +196,15 @@ class Recorder(TorchFunctionMode):
         """Node of a result of one element → name of the function, and its arguments."""
         self.layers: dict[Node, torch.Tensor | None] = {}
         """Node of a product with a parameter, even a frozen one → its input; `None` in the model, and for the output of
-        an FSDP block."""
+        an FSDP block, or what got a gradient here."""
         self.with_mixed: set[Node] = set()
         """Nodes that have an operand without gradient which the loss function made by combining rows."""
         self.data_ndim: dict[Node, int] = {}
         """Node in the loss function → smallest number of dims, 1 or more, of an operand that is data."""
         self.keeps_nothing = False
         """True where no backward follows: saved tensors are dropped."""
+        self.gave_gradient = False
+        """True if a tensor without a graph got one, so that the loss can be read: backward may reach no parameter."""
         self.took_number = False
         """True if the loss function took a value out of a tensor that depends on several rows."""
         self._data, self._mixed = _Tensors(), _Tensors()
@@ -273,6 +275,10 @@ class Recorder(TorchFunctionMode):
         call = bound.arguments
         reduction, first = call["reduction"], _first(call)
         along = rule.along if rule.count is not _classes else (1 if first.ndim > 1 else 0,)
+        if self.in_model and torch.is_grad_enabled() and not any(map(has_gradient, call.values())):
+            first = call[next(iter(call))] = with_gradient(first)
+            self.layers[first.grad_fn] = None
+            self.gave_gradient = True
         if func is F.l1_loss and "weight" in call:
             call["weight"] = _weight_of_l1_loss()
         # Without counted items its gradient would be NaN, and NaN * 0 is NaN; that of `nll_loss` alone is 0.
@@ -299,7 +305,7 @@ class Recorder(TorchFunctionMode):
             value=total.detach().clone() if reduction != "none" else None,
             total=total.grad_fn if is_quotient else None,
             count=count if reduction in ("mean", "batchmean") else None,
-            inputs=tuple(filter(has_gradient, (*args, *kwargs.values()))),
+            inputs=tuple(filter(has_gradient, call.values())),
             along=along,
             first_dim=reduction == "batchmean",
             in_model=self.in_model,
@@ -308,6 +314,13 @@ class Recorder(TorchFunctionMode):
             else _problem(func.__name__, rule, call, self._mixed),
         )
         return result
+
+
+def with_gradient(leaf: Any) -> Any:
+    """Return a floating tensor that requires a gradient and may still be changed in place; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point() or not leaf.ndim:
+        return leaf
+    return leaf + torch.zeros((), dtype=leaf.dtype, device=leaf.device, requires_grad=True)
 
 
 def _weight_of_l1_loss() -> torch.Tensor | None:

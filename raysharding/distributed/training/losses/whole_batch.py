@@ -63,6 +63,8 @@ class BatchLoss:
     """This rank's D of means; for pairs and sums 1, or 0 where nothing counts."""
     outputs: tuple[torch.Tensor, ...]
     """Outputs of the model that have a graph, if the roots have none."""
+    may_lack_graph: bool
+    """True if backward may reach no parameter: of rows of text, where only a vision tower is trained."""
 
     @property
     def has_several_counts(self) -> bool:
@@ -84,8 +86,9 @@ class BatchLoss:
             torch.autograd.backward([root for root, _ in alive], [gradient for _, gradient in alive])
             return
         for term, scale in zip(self.terms, scales, strict=True):
-            gradient = term.factor * scale if term.is_total else None
-            term.node.register_prehook(_Scaled(scale, gradient))  # type: ignore[union-attr]
+            if term.node is not None:  # else what the model adds has no graph
+                gradient = term.factor * scale if term.is_total else None
+                term.node.register_prehook(_Scaled(scale, gradient))
         torch.autograd.backward(self.roots)
 
 
@@ -177,6 +180,7 @@ def _of_recorded(
     if recorded.result is None:
         loss_of(recorded.output)  # raises
     reading, refusal = _read(module, recorded, batch, loss)
+    reading.gave_gradient = recorded.recorder.gave_gradient
     refusal = _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch))
     if not refusal:
         return _over_ranks(recorded, batch, reading, compute_device(module))
@@ -306,6 +310,8 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
         roots: tuple[torch.Tensor, ...] = (recorded.result,)
     else:
         roots = tuple(term.root for term in terms if term.root is not None)
+    has_roots = any(root.requires_grad for root in roots)
+    outputs = () if has_roots else tuple(leaf for _, leaf in recorded.outputs())
     # A dummy row has factors of its own, and does not count.
     counting = batch.rows if any(batch.rows) else (1,) * len(table)
     told = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
@@ -321,7 +327,8 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
         roots=roots,
         terms=tuple(terms),
         shares=shares,
-        outputs=() if any(root.requires_grad for root in roots) else tuple(leaf for _, leaf in recorded.outputs()),
+        outputs=outputs,
+        may_lack_graph=recorded.recorder.gave_gradient or not (has_roots or outputs),
     )
 
 
