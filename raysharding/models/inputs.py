@@ -19,6 +19,7 @@ from raysharding.models.wrap import input_and_output
 MASKED_LABEL = -100
 """Label that losses ignore."""
 
+_CLASSIFIES = re.compile(r"For(Sequence|Token|Image|Video|Audio)Classification")
 _LABEL = re.compile(r"label|target|_positions$|loss")
 
 
@@ -40,6 +41,8 @@ class InputBounds:
     """Names of the keyword arguments; `None` if the forward takes any name."""
     labels: frozenset[str] = frozenset()
     """Arguments of which a transformers model's loss needs at least one; empty if it is not known."""
+    num_classes: int | None = None
+    """Number of classes, if `labels` of whole numbers are classes; `None` if that is not known."""
 
     @classmethod
     def of(cls, module: nn.Module) -> InputBounds:
@@ -60,6 +63,9 @@ class InputBounds:
         config: Any = getattr(module, "config", None)
         if config is None or not hasattr(module, "get_input_embeddings"):
             return cls(positions, **known)
+        is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
+        if is_single and _CLASSIFIES.search(str(getattr(module, "loss_type", ""))) and config.num_labels > 1:
+            known["num_classes"] = config.num_labels
         num_ids: dict[str, int] = {}
         embedding, head = map(_base, input_and_output(module))
         if isinstance(embedding, nn.Embedding):
@@ -122,6 +128,9 @@ class InputBounds:
                     f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
                     f"{number - 1}: convert it to int64; in data, convert its column, or use collate="
                 )
+            cure = _CURE
+            if number is None and name == "labels":
+                number, cure = self.num_classes, "give config_overrides={'num_labels': ...}, or count classes from 0"
             if number is None or not _holds_ids(value) or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -129,7 +138,7 @@ class InputBounds:
             start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
             problem = _unknown(value, number, name == "labels", batch.dim, start)
             if problem is not None:
-                raise ValueError(f"{what}: {name} holds {problem}: {_CURE}")
+                raise ValueError(f"{what}: {name} holds {problem}: {cure}")
 
 
 def _base(module: Any) -> Any:

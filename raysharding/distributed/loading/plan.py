@@ -366,9 +366,14 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
     kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, initialise)))
     if (new := [name for name in keys.missing if name in keys.heads]) and not opened.is_random:
         warned += (f"{opened.path} has no {', '.join(new)}: initialised, and of no use before a training",)
+    cure, own = keys.cure, [name for name in keys.missing if name not in keys.initialise and state_dict is None]
+    if own:  # of a module that is real: a head that was trained, of which no checkpoint says anything
+        keeps = f"keeps the model's own {', '.join(own[:4])}{', ...' if own[4:] else ''}, with what was trained of it"
+        warned += (f"a load of {opened.path} {keeps}: missing there",)
+        cure = cure or f"strict=False accepts missing or unexpected keys, and {keeps}; nothing is changed now"
     match = CheckpointMatch(opened, keys, state_dict, initialise, manifest, kept, warned)
     if problems := _problems(module, match, loading):
-        raise misfit(opened.path, problems, keys.cure)
+        raise misfit(opened.path, problems, cure)
     return match
 
 

@@ -72,6 +72,23 @@ def test_ids_outside_the_model_are_refused_with_their_row() -> None:
         check(Split(along, dim=1), bounds=bounds)
 
 
+def test_class_labels_outside_num_labels_are_refused() -> None:
+    """On one rank alone, cross_entropy would raise, while the others wait for it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    for wrong in (3, -1):
+        labels = torch.tensor([0, 1, 2, -100, wrong])
+        for kind, given in (("Sequence", labels), ("Token", labels[:, None].expand(5, 2))):
+            config = transformers.BertConfig(**sizes, intermediate_size=8, num_labels=3)
+            bounds = InputBounds.of(getattr(transformers, f"BertFor{kind}Classification")(config))
+            with pytest.raises(ValueError, match=rf"labels holds {wrong} in row 4, .* 0 to 2, or .*num_labels"):
+                check(labels=Split(given), bounds=bounds, world_size=3)
+            check(labels=Split(given[:4]), bounds=bounds)
+            check(labels=Split(torch.rand(5, 3)), bounds=bounds)  # of several labels a row
+    config = transformers.BertConfig(**sizes, intermediate_size=8, num_labels=3, problem_type="regression")
+    check(labels=Split(labels), bounds=InputBounds.of(transformers.BertForSequenceClassification(config)))
+
+
 def test_floats_are_no_ids() -> None:
     bounds = InputBounds(("input_ids", "labels"), {"input_ids": 12, "labels": 12})
     wrong: list[dict[str, Any]] = [
