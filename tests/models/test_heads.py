@@ -14,10 +14,12 @@ from torch import nn
 
 from raysharding import Loading
 from raysharding.checkpoint import open_checkpoint
+from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.errors import PlanError
 from raysharding.group.launch.spec import fitted_module
 from raysharding.models import Adapted, InputBounds, KeyMap, build_module, map_keys, override_config
 from tests.models.filling import rewrite
+from tests.spawn import run_ranks
 
 _SIZE: dict[str, Any] = {
     "vocab_size": 64,
@@ -224,3 +226,23 @@ def test_new_parts_beside_adapters_are_those_that_are_saved_with_them(tmp_path: 
     keys = mapped_with(["classifier", "pooler"])
     assert not keys.mismatches(strict=True)
     assert "bert.pooler.original_module.dense.weight" in keys.heads
+
+
+def keep_a_trained_head(folder: str) -> None:
+    opened = override_config(open_checkpoint(folder), {"num_labels": 3})
+    module: Any = shard_module(build_module(_CLASSIFIER, opened, torch.float32), init_mesh("cpu"))
+    load_checkpoint(module, opened)
+    trained = module.classifier.weight.full_tensor() + 1
+    with torch.no_grad():
+        module.classifier.weight.add_(1)
+    with pytest.raises(PlanError, match=r"keeps the model's own .*classifier.weight, .* nothing is changed"):
+        load_checkpoint(module, folder)
+    report = load_checkpoint(module, folder, loading=Loading(strict=False))
+    assert "keeps the model's own" in report.warnings[0]
+    assert torch.equal(module.classifier.weight.full_tensor(), trained)
+
+
+@pytest.mark.timeout(120)
+def test_a_later_load_says_what_became_of_a_trained_head(tmp_path: Path) -> None:
+    saved(tmp_path, "BertForMaskedLM")
+    run_ranks(2, keep_a_trained_head, str(tmp_path), timeout_s=100)
