@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,10 @@ class InputBounds:
                 f"{what}: the batch has no labels{hint}, so the model computes no loss: add labels= to the batch, or "
                 "give loss="
             )
+
+    def for_loss(self, loss: object) -> InputBounds:
+        """Return the bounds of a call; labels that a `loss` other than the model's own takes need not be classes."""
+        return self if loss is None else replace(self, num_classes=None)
 
     def check(self, batch: RankBatch, rank: int, what: str, seen: set[int] | None = None) -> None:
         """Check that a batch's ids are in range. Reads each tensor of ids on the CPU once, and skips those on a GPU.

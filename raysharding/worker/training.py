@@ -289,7 +289,8 @@ class Trainer:
             if resume and found is None:
                 raise ValueError(f"resume=True, but there is no run to resume: {from_rank_0(self._why_no_run)}")
             module = self._status.module
-            self._fit = Fit(plan, self._status.device, found, InputBounds.of(module), module)
+            bounds = InputBounds.of(module).for_loss(plan.loss)
+            self._fit = Fit(plan, self._status.device, found, bounds, module)
             self.position = self._fit.position
             self._saves_async = async_save
             has_save = False
@@ -398,7 +399,7 @@ class Trainer:
             module = self._status.module
             plan = plan or (self._fit.evaluation if self._fit else None)
             assert plan is not None, "fit_begin comes first"
-            run = Evaluation(plan, self._status.device, InputBounds.of(module), module)
+            run = Evaluation(plan, self._status.device, InputBounds.of(module).for_loss(plan.loss), module)
         generators = _Generators()
         try:
             is_over = False

@@ -33,7 +33,7 @@ Passes = list[list[RankBatch]]
 _TENSOR = "raysharding.tensor"
 
 
-def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: str) -> Passes:
+def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: str, loss: object = None) -> Passes:
     """Cut a rank's rows into parts, and collate its examples; collective if the call has examples.
 
     Args:
@@ -41,6 +41,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         batch: This rank's part of a call.
         num_parts: See `RankBatch.parts`.
         what: Name of the call, for errors.
+        loss: The caller's loss function; `None` for the model's own.
 
     Raises:
         Exception: On every rank: the error of `collate` on one rank.
@@ -50,7 +51,8 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         return [[part] for part in batch.parts(num_parts)]
 
     def make() -> list[RankBatch]:
-        bounds, parts = InputBounds.of(unwrapped(module)), [part.collated() for part in batch.parts(num_parts)]
+        bounds = InputBounds.of(unwrapped(module)).for_loss(loss)
+        parts = [part.collated() for part in batch.parts(num_parts)]
         for part in parts:
             bounds.check(part, dist.get_rank(), what)
         return parts

@@ -219,7 +219,7 @@ def train_step(
     if isinstance(batch, list):
         passes = batch
     else:
-        passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step")
+        passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step", loss)
     all_passes = [one for part in passes for one in part]
     done = Accumulation()
     zero_grad(module, optimizer)
@@ -306,7 +306,7 @@ def forward_backward(
         ValueError: On every rank, as from `loss_of_batch`, or if the loss has other terms than in earlier passes.
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
-    (passes,) = passes_of_call(module, batch, 1, "forward_backward")
+    (passes,) = passes_of_call(module, batch, 1, "forward_backward", loss)
     before, value = copy(done), math.nan
     for one in passes:
         may_be_empty |= len(passes) > 1

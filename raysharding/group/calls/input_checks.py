@@ -51,6 +51,8 @@ def model_batches(
     # transformers checks the arguments of `generate` itself; a `loss` may take arguments that the model does not.
     if method == "forward" or needs_loss:
         bounds.check_names(batches[0], method, needs_loss)
+    else:
+        bounds = bounds.for_loss(method)  # labels of a loss function, or of nothing
     check_batches(method, batches, bounds)
     is_whole = batches[0].num_rows is None and "whole" not in told
     whole = whole_rows(args, kwargs, world_size, bounds.positions) if is_whole else None

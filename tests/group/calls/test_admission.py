@@ -85,6 +85,7 @@ def test_class_labels_outside_num_labels_are_refused() -> None:
                 check(labels=Split(given), bounds=bounds, world_size=3)
             check(labels=Split(given[:4]), bounds=bounds)
             check(labels=Split(torch.rand(5, 3)), bounds=bounds)  # of several labels a row
+            check(labels=Split(given), bounds=bounds.for_loss(len))  # which may ignore -1
     config = transformers.BertConfig(**sizes, intermediate_size=8, num_labels=3, problem_type="regression")
     check(labels=Split(labels), bounds=InputBounds.of(transformers.BertForSequenceClassification(config)))
 
