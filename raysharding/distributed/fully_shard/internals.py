@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -324,6 +325,30 @@ def _requires_grad(group: Any) -> list[bool]:
             for one in (parameter, group.fsdp_params[index].sharded_param):
                 one.requires_grad_(found[index])
     return found
+
+
+def accumulate_unevenly(module: nn.Module) -> None:
+    """Let parameters of a group get gradients in different passes of an accumulation. Not collective.
+
+    Where gradients are reduced in another dtype than they are computed in, FSDP2 asks a group that has not run yet for
+    its full parameters, and refuses a gradient of the last pass alone beside one of an earlier pass. (Seen in torch
+    2.13.)
+
+    Args:
+        module: The root, after `fully_shard`.
+    """
+    for group in fsdp_groups(module):
+        group.post_backward = partial(_post_backward, group.fsdp_params, group.post_backward)
+
+
+def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None], *_: Any) -> None:
+    if not all(hasattr(one, "_unsharded_param") for one in parameters):
+        return  # it has not run yet
+    if any(one.unsharded_accumulated_grad is not None for one in parameters):
+        for one in parameters:
+            if one.unsharded_accumulated_grad is None:
+                one.to_accumulated_grad_if_needed()  # in the dtype of the others
+    post_backward()
 
 
 def gather_behind_views(module: nn.Module) -> None:

@@ -36,6 +36,7 @@ from raysharding.distributed.fully_shard.activation_checkpointing import checkpo
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
 from raysharding.distributed.fully_shard.internals import (
+    accumulate_unevenly,
     follow_requires_grad,
     gather_behind_views,
     kept_whole,
@@ -153,6 +154,7 @@ def shard_groups(
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
     follow_requires_grad(module)
+    accumulate_unevenly(module)
     gather_behind_views(module)
     if low_dtype(sharding) is not None:
         _keep_full_precision(module)

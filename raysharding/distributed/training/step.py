@@ -364,6 +364,7 @@ def _check_gradients(module: nn.Module) -> None:
     Raises:
         ValueError: No trainable parameter has a gradient.
     """
+    reshard(module)  # a forward behind the backward has left full parameters registered, which have no gradient
     if any(parameter.grad is not None for parameter in module.parameters()):  # mostly the first
         return
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

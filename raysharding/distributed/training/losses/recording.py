@@ -158,6 +158,7 @@ class _Gate:
         output = output if self._with_backward else _give_gradient(_module, _inputs, output)
         found = [leaf.grad_fn for _, leaf in leaves(output) if has_gradient(leaf)]
         self._recorder.layers |= dict.fromkeys(node for node in found if node is not None)
+        self._recorder.has_graph |= bool(found)
         return output
 
 

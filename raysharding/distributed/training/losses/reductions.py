@@ -205,6 +205,8 @@ class Recorder(TorchFunctionMode):
         """True where no backward follows: saved tensors are dropped."""
         self.gave_gradient = False
         """True if a tensor without a graph got one, so that the loss can be read: backward may reach no parameter."""
+        self.has_graph = False
+        """True once a tensor has a graph: a loss function without one may be a metric, of which values are taken."""
         self.took_number = False
         """True if the loss function took a value out of a tensor that depends on several rows."""
         self._data, self._mixed = _Tensors(), _Tensors()
@@ -225,6 +227,7 @@ class Recorder(TorchFunctionMode):
             self._follow_data(func, name, args, kwargs, result)
         if not isinstance(result, torch.Tensor) or result.grad_fn is None:
             return result
+        self.has_graph = True
         if name in _PRODUCTS and any(self._is_constant(one) for one in (*args[1:], *kwargs.values())):
             self.layers[result.grad_fn] = None if self.in_model else args[0] if args else kwargs["input"]
         if result.numel() == 1:
@@ -275,7 +278,9 @@ class Recorder(TorchFunctionMode):
         call = bound.arguments
         reduction, first = call["reduction"], _first(call)
         along = rule.along if rule.count is not _classes else (1 if first.ndim > 1 else 0,)
-        if self.in_model and torch.is_grad_enabled() and not any(map(has_gradient, call.values())):
+        is_given = any(map(has_gradient, call.values()))
+        self.has_graph |= is_given
+        if self.in_model and torch.is_grad_enabled() and not is_given and (self.gave_gradient or not self.has_graph):
             first = call[next(iter(call))] = with_gradient(first)
             self.layers[first.grad_fn] = None
             self.gave_gradient = True
