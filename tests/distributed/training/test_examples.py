@@ -120,9 +120,7 @@ def steps_alone(model: nn.Module, batch: dict[str, Any], steps: int = STEPS, los
     return found
 
 
-def agree(
-    metrics: list[dict[str, float]], expected: list[tuple[float, float]], tolerance: float = TOLERANCE
-) -> None:
+def agree(metrics: list[dict[str, float]], expected: list[tuple[float, float]], tolerance: float = TOLERANCE) -> None:
     assert len(metrics) == len(expected)
     for one, (loss, norm) in zip(metrics, expected, strict=True):
         assert abs(one["loss"] - loss) < tolerance, (metrics, expected)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ from raysharding.config import Sharding
 from raysharding.distributed.comm.device_mesh import init_mesh
 from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.shard import shard_module
-from raysharding.distributed.training.step import train_step
+from raysharding.distributed.training.losses import loss_of_batch
+from raysharding.distributed.training.step import Accumulation, train_step
 from raysharding.errors import UnreadableLossError
 from tests.distributed.training.loss_forms import CLASSES, OF_CLASS, Scores, Tensors, value_of
 from tests.distributed.training.test_training import full
@@ -196,6 +198,29 @@ def balanced_mixture() -> None:
             return torch.as_tensor(out.loss - 0.3 * out.aux_loss + 0.3 * balance)
 
         run.step(split(columns), None, whole)
+
+
+def balanced_switch() -> None:
+    """An evaluation of a mixture with two balancing losses, both of which have no graph there, counts both."""
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, router_z_loss_coef=0.1, router_aux_loss_coef=0.3,
+        decoder_start_token_id=0, dropout_rate=0.0, router_jitter_noise=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    twin = SwitchTransformersForConditionalGeneration(config).eval()
+    module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
+    ids = torch.randint(1, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    # The same rows on every rank: its own balancing losses are those of one process.
+    columns = {name: torch.cat([ids] * dist.get_world_size()) for name in ("input_ids", "labels")}
+    batch = split(columns)
+    batch = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, "output_router_logits": True})
+    done = Accumulation()
+    done.add(loss_of_batch(module, batch, with_backward=False))
+    expected = twin(input_ids=ids, labels=ids, output_router_logits=True).loss.item()
+    assert abs(done.loss() - expected) < 1e-4
 
 
 def similarities(queries: torch.Tensor, keys: torch.Tensor, start: int) -> torch.Tensor:
@@ -506,6 +531,7 @@ CASES: dict[str, Callable[[], None]] = {
         token_mean_of_a_mask,
         class_weights,
         balanced_mixture,
+        balanced_switch,
         contrastive,
         heads_of_zero,
         masked_mse,

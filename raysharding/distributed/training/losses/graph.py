@@ -159,7 +159,7 @@ class GraphReader:
             if own is None:
                 self._constant = self._constant + factor * added
             else:  # it is in the loss with a factor of the model's
-                self._add(None, replace(own, value=torch.as_tensor(added)), factor)
+                self._add(node, replace(own, value=torch.as_tensor(added)), factor)
 
     def _constant_of(self, node: Node, signs: tuple[Any, Any]) -> Factor:
         """Return what a node adds to its operand with a gradient."""
