@@ -599,8 +599,8 @@ class ShardedModelGroup:
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
         """Make the optimizer on every rank, in place of an earlier one and without state; blocks.
 
-        Warns if trained weights are in bf16 or fp16, in which small updates are lost; so do `from_checkpoint` and
-        `fit`, each only if the group has not warned of them before.
+        Warns if trained weights are in bf16 or fp16, in which small updates are lost; so do `from_checkpoint`, a
+        `restart` with new ranks, and `fit`, each only if these ranks have not led to a warning before.
 
         Args:
             factory: An optimizer class, a callable that takes the parameters and returns an optimizer, a
@@ -614,11 +614,11 @@ class ShardedModelGroup:
         check_optimizer(factory)
         check = self._unless_fit("set_optimizer")
         warning = self._client.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
-        if warning is not None:
-            warn(warning)
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
         self._update_record()
+        if warning is not None:  # last: a program may make warnings errors
+            warn(warning)
 
     @blocking
     def set_scheduler(self, schedule: Schedule, **kwargs: Any) -> None:
@@ -647,12 +647,12 @@ class ShardedModelGroup:
         whole = partial(schedule, **kwargs) if kwargs else schedule
         made = self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler"))
         continues, inherited = made.result()
+        self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
+        self._update_record()
         if continues:
             tell(f"set_scheduler: {continues}; set_optimizer(Scheduled(...)) begins at step 1")
         if inherited:
             warn(f"set_scheduler: {inherited}")
-        self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
-        self._update_record()
 
     def _require_optimizer(self, method: str) -> None:
         if not self._may_have_optimizer:

@@ -302,11 +302,13 @@ class FitRun:
 
     def _let_go(self) -> None:
         if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
+            replies: list[FitSteps | None] = []
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                replies: list[FitSteps | None] = self._submit("fit_end", collect=collect_all, is_last=True).result()
-                self._note_untold([reply for reply in replies if reply is not None])
+                replies = self._submit("fit_end", collect=collect_all, is_last=True).result()
             for data in self._datasets:
                 data.unpin(self._client.members)
+            if self._begun is not None:  # else `fit_begin` raised, on some ranks after they had made their run
+                self._note_untold([reply for reply in replies if reply is not None])
 
     def _note_untold(self, replies: Sequence[FitSteps]) -> None:
         """Record and report the steps of a call before the one that raised; a resumed run continues after them.

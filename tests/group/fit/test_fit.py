@@ -150,6 +150,15 @@ def test_one_warning_of_trained_weights_in_bf16(
     assert "trained parameters are stored" not in capfd.readouterr().err, "on the rank"
 
 
+def test_an_optimizer_whose_warning_is_an_error_is_set(checkpoint: Path, rows: list[dict[str, Any]]) -> None:
+    with make_group(checkpoint, world_size=1, loading=Loading(dtype="bf16")) as group:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="are stored in"):
+                group.set_optimizer(ADAMW)
+        assert fit(group, rows, max_steps=1, collate=collate(torch.bfloat16)).num_steps == 1
+
+
 @pytest.mark.parametrize("of", ["loss", "data"])
 def test_steps_before_an_error_are_told(fresh: ShardedModelGroup, rows: list[dict[str, Any]], of: str) -> None:
     """Steps 2 to 8 are one call of the ranks, which raises in step 6."""
@@ -283,8 +292,9 @@ def test_saves_and_a_resume_in_another_group(
     fresh.load(checkpoint)
     fresh.set_optimizer(ADAMW)
     fit(fresh, parquet, epochs=3, shuffle=True, save_to=tmp_path / "half", max_steps=11)
-    with pytest.raises(CheckpointError, match="half: holds step-11 of another run"):
+    with pytest.raises(CheckpointError, match="half: holds step-11 of another run") as refused:
         fit(fresh, parquet, save_to=tmp_path / "half")
+    assert not hasattr(refused.value, "__notes__"), "the ranks' end of the run is no second error"
     # At as many ranks as before: `test_jobs.py`.
     with make_group(tmp_path / "half" / "step-11", world_size=3, optimizer=ADAMW) as again:
         report = fit(again, parquet, epochs=3, shuffle=True, resume=True)
