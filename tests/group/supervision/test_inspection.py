@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
 from tests.clock import now
+from tests.docs.blocks import blocks_of
 from tests.group.conftest import make_group
 from tests.group.supervision.standing import ROOT
 
@@ -76,7 +78,13 @@ def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup) -> None:
     assert group.call(lambda: 1) == [1, 1]
 
 
-def test_of_a_dead_rank(checkpoint: Path) -> None:
+def attach_to_an_issue(group: ShardedModelGroup) -> None:
+    """Run what a page says to attach; its tests run it with a group that is READY."""
+    (block,) = (one.text for one in blocks_of("docs/pages/failures.md") if "report.mkdir()" in one.text)
+    exec(re.sub(r"(?m)^group = .*$", "", block), {"group": group})
+
+
+def test_of_a_dead_rank(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group(checkpoint, world_size=1)
     group.call(print_and_sleep, 0.0)
     os.kill(group.ranks[0].pid, signal.SIGKILL)
@@ -85,8 +93,14 @@ def test_of_a_dead_rank(checkpoint: Path) -> None:
     assert "line 29 of rank output" in group.logs(0)
     with pytest.raises(GroupBrokenError):
         group.stacks()
+    monkeypatch.chdir(tmp_path)
+    attach_to_an_issue(group)
+    assert "killed by signal 9" in Path("report/group.txt").read_text()
+    assert "line 29 of rank output" in Path("report/rank-0.log").read_text()
     group.shutdown()
     assert "line 29 of rank output" in group.logs(0)
+    monkeypatch.chdir("report")
+    attach_to_an_issue(group)
 
 
 def test_what_is_asked_for_is_checked(group: ShardedModelGroup) -> None:
