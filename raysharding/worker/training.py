@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from raysharding.batch import RankBatch
+from raysharding.checkpoint import open_checkpoint
 from raysharding.checkpoint.storage import join_path, storage_of
 from raysharding.checkpoint.writing import check_writable, is_checkpoint, is_left_over, newest_save
 from raysharding.data import Position
@@ -38,7 +39,7 @@ from raysharding.distributed.training import (
     zero_grad,
 )
 from raysharding.errors import CheckpointError
-from raysharding.models import InputBounds
+from raysharding.models import AdapterNames, InputBounds
 from raysharding.worker.status import RankStatus, is_training
 
 Mode = Literal["train", "eval"]
@@ -149,13 +150,20 @@ class Trainer:
         """Plan the load of a checkpoint's optimizer state. Collective: ranks without the files ask rank 0.
 
         Returns:
-            The plan; `None` if the checkpoint has no optimizer state or no optimizer is set.
+            The plan; `None` if the checkpoint has no optimizer state, or that of a base, which adapters stay on, or no
+            optimizer is set.
         """
         if self._status.optimizer is None:
             return None
+        names = AdapterNames.of(self._status.module)
+
+        def has_own() -> bool:
+            is_alike = names is None or open_checkpoint(checkpoint).adapter is not None
+            return is_alike and has_optimizer_state(checkpoint)
+
         # Only rank 0 needs to see the files. Without this exchange the others would not know whether a load follows,
         # and rank 0 would wait in it for them.
-        if not from_rank_0(lambda: has_optimizer_state(checkpoint)):
+        if not from_rank_0(has_own):
             return None
         return OptimizerLoad.plan(self._status.module, self._status.optimizer, checkpoint)
 

@@ -222,9 +222,9 @@ class Worker:
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
                 moved = True
-                # A base below adapters that stay: they are as much in files as before.
-                if not self.load_report.kept:
-                    self.status.loaded, self.status.is_saved = given, True
+                # A base below adapters that stay: they are of other files, and as much in files as before.
+                kept, status = self.load_report.kept, self.status
+                status.loaded, status.is_saved = (None, status.in_files) if kept else (given, True)
                 self.trainer.position = None
                 if state is not None:
                     state.run(self.status.loading, **options)

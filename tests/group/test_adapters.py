@@ -130,6 +130,7 @@ def test_new_adapters_leave_the_optimizer_state_of_their_base(base: Path, tmp_pa
         assert names
         assert [name for name in names if "lora_" not in name] == []
         assert fit(group, max_steps=1).first_step == 0
+        assert group.load(tmp_path / "full").kept, "the state of the base's optimizer is not of the adapters"
 
 
 def adapted() -> list[str]:
@@ -162,6 +163,10 @@ def test_a_run_goes_on_from_its_saved_adapters(base: Path, tmp_path: Path) -> No
         report = fit(group, epochs=3, callbacks=[Killer(group)], **saves)
         assert report.num_restarts == 1
         assert report.history["loss"] == pytest.approx(whole, abs=1e-5)
+        group.load(base)
+        with pytest.raises(GroupError, match="no run to resume: load a checkpoint that fit saved"):
+            fit(group, resume=True)
+        assert fit(group, max_steps=1).num_steps == 1  # as much in files as before: a restart would lose nothing
     last = sorted(os.listdir(tmp_path / "saves"))[-1]
     assert not (tmp_path / "saves" / last / "model.safetensors").exists()
     assert json.loads((tmp_path / "saves" / last / "adapter_config.json").read_text())[
@@ -330,9 +335,12 @@ def test_trained_adapters_that_no_file_holds_are_not_taken_for_saved(base: Path,
         assert config["base_model_name_or_path"] == str(other)
         report = restarted(group, 0, 1)
         assert (report.how, report.checkpoint) == ("reloaded", str(other))
-        assert report.why.endswith("; the adapters are new ones: no save holds others")
+        assert report.why.endswith(f"; the adapters are new ones: {other} holds none")
         new = {name: tensor for name, tensor in begun.items() if "lora_" in name}
         torch.testing.assert_close(group.state_dict(), held | new, rtol=0, atol=0)
+        # Nor does a base that is given hold them, as `load` would leave them.
+        why = group.restart(base).why
+        assert why == f"a checkpoint was given; the adapters are new ones: {base} holds none"
 
 
 @pytest.mark.filterwarnings("ignore:.*the adapters were made for the base .*base0, and are loaded onto .*both")

@@ -110,8 +110,8 @@ def restart(
         source = normal_path(fresh.spec.checkpoint)
         files.loaded(source, number)
         files.base = None  # the new spec names it
-    if checkpoint is None and isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == source:
-        why += "; the adapters are new ones: no save holds others"
+    if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == source:
+        why += f"; the adapters are new ones: {source} holds none"
     report = RestartReport("reloaded", why, source, len(fresh.client.members), time.monotonic() - begun)
     return replace(fresh, files=files), report
 
