@@ -95,7 +95,7 @@ def test_of_a_dead_rank(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
         group.stacks()
     monkeypatch.chdir(tmp_path)
     attach_to_an_issue(group)
-    assert "killed by signal 9" in Path("report/group.txt").read_text()
+    assert "rank 0 died" in Path("report/group.txt").read_text()
     assert "line 29 of rank output" in Path("report/rank-0.log").read_text()
     group.shutdown()
     assert "line 29 of rank output" in group.logs(0)
