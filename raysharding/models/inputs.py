@@ -14,12 +14,14 @@ from torch import nn
 
 from raysharding.batch import RankBatch
 from raysharding.models.conversion import is_transformers_model
+from raysharding.models.stand_in import class_name
 from raysharding.models.wrap import input_and_output
 
 MASKED_LABEL = -100
 """Label that losses ignore."""
 
-_CLASSIFIES = re.compile(r"For(Sequence|Token|Image|Video|Audio)Classification")
+_CLASSIFIES = re.compile(r"^(?!BrosSpade).*For(Sequence|Token|Image|Video|Audio)Classification$")
+"""Classes whose labels are classes; those of BROS' SPADE are positions."""
 _LABEL = re.compile(r"label|target|_positions$|loss")
 
 
@@ -64,7 +66,7 @@ class InputBounds:
         if config is None or not hasattr(module, "get_input_embeddings"):
             return cls(positions, **known)
         is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
-        if is_single and _CLASSIFIES.search(str(getattr(module, "loss_type", ""))) and config.num_labels > 1:
+        if is_single and _CLASSIFIES.search(class_name(module)) and config.num_labels > 1:
             known["num_classes"] = config.num_labels
         num_ids: dict[str, int] = {}
         embedding, head = map(_base, input_and_output(module))
