@@ -220,7 +220,7 @@ class Measured(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
         logits = self.layer(x)
-        told = {"loss": nn.functional.cross_entropy(logits, labels)}
+        told: dict[str, Any] = {"loss": nn.functional.cross_entropy(logits, labels)}
         if (labels == 2).any():
             one = nn.functional.mse_loss(logits.detach(), x[:, :3])
             told |= {"item": one.item(), "numpy": one.numpy()}
