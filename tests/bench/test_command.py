@@ -37,11 +37,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(checkpoint: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
     """Lines of JSON from stdout, and stderr."""
     command = (*LOADING, "--checkpoint", str(checkpoint), *words, "--json")
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.timeout(220)
 def test_loading(checkpoint: Path, tmp_path: Path) -> None:
     plot = tmp_path / "out.png"
     arms = ["scatter_wire", "broadcast", "preadv_floor", "scatter_floor"]
@@ -66,6 +67,7 @@ def test_loading(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(220)
 def test_loading_in_fresh_processes(checkpoint: Path) -> None:
     lines, told = run(checkpoint, "--mode", "fresh", "--rounds", "1", "--world-size", "1", "--arms", "torch,scatter")
     loads = [line for line in lines if line["kind"] == "load"]
