@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from raysharding.checkpoint import mismatches
 from raysharding.checkpoint.format import Checksums
-from raysharding.distributed.comm import agree, all_gather_json
+from raysharding.distributed.comm import agree, agreeing, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
 from raysharding.distributed.loading.plan import LoadContext, LoadPlan
-from raysharding.distributed.transfer import as_memory, gather_tensors
+from raysharding.distributed.transfer import as_memory, full_memory, gather_into
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser, first_magnitude, magnitude_layer
 
@@ -55,7 +55,7 @@ def finish(
     layers = {name: magnitude_layer(context.module, name) for name in plan.outline.initialise}
     if any(layers.values()):
         agree(error)  # magnitudes are computed from all weights
-        error = _initialise_magnitudes(context, layers, tensors)
+        _initialise_magnitudes(context, layers, tensors)
     initialise_s = perf_counter() - started
     digest = ""
     if context.checksums is not None:
@@ -118,20 +118,18 @@ def _keep_part(context: LoadContext, name: str, tensor: torch.Tensor, full: torc
 
 def _initialise_magnitudes(
     context: LoadContext, layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Exception | None:
+) -> None:
     """Compute DoRA's first magnitudes from loaded weights, which are gathered a layer at a time; collective."""
-    error: Exception | None = None
     everyone = range(dist.get_world_size())
     for name, layer in layers.items():
         if layer is not None:
             held = dict(layer.named_parameters())
-            # Every rank gathers every layer, after an error, too: the others would wait for its shards.
-            full = gather_tensors(held, everyone, context.device, timeout_s=context.stall_s)
-            try:
+            # A rank without memory must not leave the others in the gather of this layer, or of the next.
+            with agreeing():
+                full = full_memory(held, on_cpu=True)
+            gather_into(full, held, everyone, context.device, timeout_s=context.stall_s)
+            with agreeing():
                 _keep_part(context, name, tensors[name], first_magnitude(layer, full))
-            except (RuntimeError, MemoryError) as raised:
-                error = raised
-    return error
 
 
 def check_finite(

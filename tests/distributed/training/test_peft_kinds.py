@@ -16,7 +16,9 @@ from raysharding.batch import Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
 from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed.loading import finish
 from raysharding.distributed.training.step import train_step
+from raysharding.errors import RayshardingError
 from raysharding.models import Adapted, build_module
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
@@ -124,6 +126,29 @@ def make_magnitudes(root: Path, dtypes: list[str], fields: dict[str, Any]) -> No
         module = shard_module(build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu"))
         load_checkpoint(module, opened)
         save_checkpoint(module, root / dtype / "ours")
+
+
+def make_magnitudes_without_memory(base: Path, fields: dict[str, Any]) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    opened = open_checkpoint(base)
+    module: Any = shard_module(
+        build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu")
+    )
+    with pytest.MonkeyPatch.context() as changed:
+        if dist.get_rank() == 1:
+            changed.setattr(finish, "full_memory", fails)
+        with pytest.raises((RuntimeError, RayshardingError), match="can't allocate memory"):
+            load_checkpoint(module, opened)
+    load_checkpoint(module, opened)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_without_memory_for_a_layer_of_dora_is_every_ranks_error(tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].make().save_pretrained(tmp_path)
+    fields = {"r": 2, "use_dora": True, "target_modules": ["q_proj"]}
+    run_ranks(2, make_magnitudes_without_memory, tmp_path, fields, timeout_s=50.0)
 
 
 @pytest.mark.timeout(120)
