@@ -6,9 +6,9 @@ Note: exactness.
     tensors of these shapes and dtypes, which is exact for AdamW and SGD. torch's Adafactor, whose step needs values, is
     exact, too; other optimizers of that kind are unknown. Buffers of a load are within 2 % of shards and buffers
     together. They are an upper bound with fewer buckets than readers, and under `transport="auto"`, which is decided
-    once the ranks have looked for the files. Full parameters of running
-    groups are an estimate: the root's group, groups that are not freed after forward, and two others, one of which is
-    prefetched. Activations depend on the batch and are left out.
+    once the ranks have looked for the files. Full parameters of running groups are an estimate: the root's group,
+    groups that are not freed after forward, and two others, one of which is prefetched. Activations depend on the batch
+    and are left out.
 """
 
 from __future__ import annotations

@@ -21,9 +21,20 @@ from raysharding.models.conversion import is_transformers_model
 from raysharding.models.stand_in import class_name, stand_in
 from raysharding.torch_internals import TorchDispatchMode
 
-_SETTERS = (
-    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "log_normal_", "normal_", "random_", "uniform_", "zero_",
-)  # fmt: skip
+_SETTERS = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
+)
 """Operations that discard the old values; `mul_` does not, nor does `copy_` of a tensor to itself."""
 
 

@@ -180,6 +180,7 @@ def finish_backward(module: nn.Module) -> None:
     """
     reshard(module)
     if syncs_gradients(module):
+        # Every rank calls this, as ranks compare whether their loss has a graph: the others would wait to be averaged.
         reduce_accumulated(module)
         reduce_replicated_gradients(module)
 

@@ -7,6 +7,7 @@ would cause this are refused here, while the group is READY and nothing has been
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def model_batches(
     if method == "forward" or needs_loss:
         bounds.check_names(batches[0], method, needs_loss)
     else:
-        bounds = bounds.for_loss(method)  # labels of a loss function, or of nothing
+        bounds = replace(bounds, num_classes=None)  # labels of a loss function, or of nothing
     check_batches(method, batches, bounds)
     is_whole = batches[0].num_rows is None and "whole" not in told
     whole = whole_rows(args, kwargs, world_size, bounds.positions) if is_whole else None

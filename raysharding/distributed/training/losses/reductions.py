@@ -278,9 +278,9 @@ class Recorder(TorchFunctionMode):
         call = bound.arguments
         reduction, first = call["reduction"], _first(call)
         along = rule.along if rule.count is not _classes else (1 if first.ndim > 1 else 0,)
-        is_given = any(map(has_gradient, call.values()))
-        self.has_graph |= is_given
-        if self.in_model and torch.is_grad_enabled() and not is_given and (self.gave_gradient or not self.has_graph):
+        in_graph = any(map(has_gradient, call.values()))
+        self.has_graph |= in_graph
+        if self.in_model and torch.is_grad_enabled() and not in_graph and (self.gave_gradient or not self.has_graph):
             first = call[next(iter(call))] = with_gradient(first)
             self.layers[first.grad_fn] = None
             self.gave_gradient = True

@@ -180,7 +180,6 @@ def _of_recorded(
     if recorded.result is None:
         loss_of(recorded.output)  # raises
     reading, refusal = _read(module, recorded, batch, loss)
-    reading.gave_gradient = recorded.recorder.gave_gradient
     refusal = _agree(module, batch, loss, reading, refusal or _check_collectives(recorded, batch))
     if not refusal:
         return _over_ranks(recorded, batch, reading, compute_device(module))
@@ -206,7 +205,8 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
             for total, _ in result:
                 if total.requires_grad and not recorded.has_collectives:
                     rows.check_pair(total)
-            return Reading(terms, has_graph=any(total.requires_grad for total, _ in result)), ""
+            has_graph = any(total.requires_grad for total, _ in result)
+            return Reading(terms, has_graph=has_graph, gave_gradient=recorded.recorder.gave_gradient), ""
         if not result.requires_grad:
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
         if recorded.recorder.took_number:
