@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -103,6 +103,9 @@ def saved_layout(
         `merged`. For a transformers model, the tensors that `save_pretrained` would write; if these take arithmetic or
         very many ranges, the module's own tensors, which transformers can also load.
     """
+    # transformers saves no table that its class computes anew, such as Marian's sinusoids.
+    left_out: Collection[str] = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn not in left_out}
     signature = tuple((fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor in tensors.items())
     layouts = _known.setdefault(module, {})
     if merged not in layouts or layouts[merged][0] != signature:
