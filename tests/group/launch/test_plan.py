@@ -93,6 +93,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* trained parameters are stored in torch.bfloat16")
 @pytest.mark.parametrize(("world_size", "sharding", "dtype", "optimizer"), CASES)
 def test_a_group_holds_what_its_plan_says(
     uneven: Path, world_size: int, sharding: Sharding, dtype: torch.dtype | None, optimizer: Any

@@ -21,25 +21,38 @@ from tests.group.supervision.standing import ROOT
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def print_and_sleep(seconds: float) -> None:
+def print_and_sleep(seconds: float, began: Path | None = None) -> None:
     import sys
+    import tempfile
     import time
 
     for line in range(30):
         print(f"line {line} of rank output")
     print("a complaint", file=sys.stderr)
+    if began is not None:
+        tempfile.mkstemp(dir=began)
     time.sleep(seconds)
 
 
-def hold_the_gil(seconds: int) -> None:
+def hold_the_gil(seconds: int, began: Path) -> None:
     import ctypes
+    import tempfile
 
+    tempfile.mkstemp(dir=began)
     ctypes.PyDLL(None).sleep(seconds)
 
 
-def test_of_ranks_that_work(group: ShardedModelGroup) -> None:
-    call = group.call.remote(print_and_sleep, 2.0)
-    time.sleep(0.7)
+def wait_for_both(began: Path) -> None:
+    """Wait until both ranks are at work: on a loaded machine a call takes its time to get there."""
+    until = time.monotonic() + 30
+    while len(list(began.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.2)
+
+
+def test_of_ranks_that_work(group: ShardedModelGroup, tmp_path: Path) -> None:
+    call = group.call.remote(print_and_sleep, 3.0, tmp_path)
+    wait_for_both(tmp_path)
     begun = now()
     stacks, log = group.stacks(), group.logs(1, num_lines=5)
     assert now() - begun < 1.0
@@ -55,9 +68,9 @@ def test_of_ranks_that_work(group: ShardedModelGroup) -> None:
 
 
 @pytest.mark.full
-def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup) -> None:
-    call = group.call.remote(hold_the_gil, 4)
-    time.sleep(0.3)
+def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup, tmp_path: Path) -> None:
+    call = group.call.remote(hold_the_gil, 4, tmp_path)
+    wait_for_both(tmp_path)
     begun = now()
     stacks = group.stacks()
     assert now() - begun < 2.2
