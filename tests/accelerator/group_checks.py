@@ -164,7 +164,7 @@ def check_too_few_gpus(path: Path) -> None:
     cures = r'has 4 GPU in all.*: give world_size=4 or fewer, device="cpu"'
     with pytest.raises(PlacementError, match=cures) as refused:
         group_of(path, world_size=5, timeouts=Timeouts(place_s=5))
-    assert time.monotonic() - begun < 4, "place_s was waited for"
+    assert time.monotonic() - begun < 1
     assert refused.value.need == {"CPU": 1.0, "GPU": 1.0}
     assert [node["GPU"] for node in refused.value.have.values()] == [4.0]
     squatter = placement_group([{"GPU": 1}])
