@@ -78,6 +78,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+IN_BF16 = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.* trained parameters are stored in torch.bfloat16")]
 CASES: list[Any] = [
     pytest.param(3, Sharding(), None, torch.optim.AdamW, id="uneven"),
     pytest.param(
@@ -86,14 +87,13 @@ CASES: list[Any] = [
         torch.bfloat16,
         torch.optim.AdamW,
         id="hsdp",
-        marks=pytest.mark.full,
+        marks=IN_BF16,
     ),
     pytest.param(2, Sharding(wrap=["Linear"]), torch.float64, SGD, id="sgd", marks=pytest.mark.full),
-    pytest.param(7, Sharding(), torch.bfloat16, torch.optim.Adagrad, id="empty-shards", marks=pytest.mark.full),
+    pytest.param(7, Sharding(), torch.bfloat16, torch.optim.Adagrad, id="empty-shards", marks=IN_BF16),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.* trained parameters are stored in torch.bfloat16")
 @pytest.mark.parametrize(("world_size", "sharding", "dtype", "optimizer"), CASES)
 def test_a_group_holds_what_its_plan_says(
     uneven: Path, world_size: int, sharding: Sharding, dtype: torch.dtype | None, optimizer: Any

@@ -15,6 +15,7 @@ import pytest
 from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
 from tests.clock import now
 from tests.docs.blocks import blocks_of
+from tests.group.cluster.test_head import wait_until
 from tests.group.conftest import make_group
 from tests.group.supervision.standing import ROOT
 
@@ -42,17 +43,10 @@ def hold_the_gil(seconds: int, began: Path) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
-def wait_for_both(began: Path) -> None:
-    """Wait until both ranks are at work: on a loaded machine a call takes its time to get there."""
-    until = time.monotonic() + 30
-    while len(list(began.iterdir())) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.2)
-
-
 def test_of_ranks_that_work(group: ShardedModelGroup, tmp_path: Path) -> None:
     call = group.call.remote(print_and_sleep, 3.0, tmp_path)
-    wait_for_both(tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+    time.sleep(0.2)  # from there into the sleep
     begun = now()
     stacks, log = group.stacks(), group.logs(1, num_lines=5)
     assert now() - begun < 1.0
@@ -70,7 +64,8 @@ def test_of_ranks_that_work(group: ShardedModelGroup, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup, tmp_path: Path) -> None:
     call = group.call.remote(hold_the_gil, 4, tmp_path)
-    wait_for_both(tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+    time.sleep(0.2)  # from there into the sleep
     begun = now()
     stacks = group.stacks()
     assert now() - begun < 2.2
