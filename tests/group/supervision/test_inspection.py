@@ -73,6 +73,7 @@ def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup, tmp_path: Path
         assert f"rank {rank} does not answer within 1 s: its process runs: a thread may hold the GIL" in text
         assert "in hold_the_gil" in text
     call.result()
+    group.call(print_and_sleep, 0.0)
     os.kill(group.ranks[1].pid, signal.SIGSTOP)
     try:
         begun = now()
