@@ -161,7 +161,7 @@ def gpus_and_variables() -> tuple[list[str], dict[str, str]]:
 def check_too_few_gpus(path: Path) -> None:
     """More ranks than GPUs are refused at once; GPUs that are in use are waited for."""
     begun = time.monotonic()
-    cures = r'has 4 GPU in all.*: give world_size=4 or fewer, device="cpu"'
+    cures = r'infeasible: even when idle, the cluster has space for 4 ranks; use fewer, .*; with device="cpu"'
     with pytest.raises(PlacementError, match=cures) as refused:
         group_of(path, world_size=5, timeouts=Timeouts(place_s=5))
     assert time.monotonic() - begun < 1

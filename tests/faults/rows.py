@@ -193,7 +193,7 @@ ROWS = {
     23: Row(
         "an infeasible or busy cluster",
         (
-            "tests/group/cluster/test_placement.py::test_an_infeasible_group_says_need_against_have",
+            "tests/group/cluster/test_placement.py::test_an_infeasible_group_is_refused_at_once_with_need_against_have",
             "tests/group/cluster/test_placement.py::test_a_busy_cluster_is_not_called_infeasible",
             "tests/group/launch/test_plan.py::test_a_plan_says_which_resource_is_short_where",
             "tests/group/launch/test_preflight.py::test_a_model_that_memory_cannot_hold_is_refused_before_it_is_allocated",

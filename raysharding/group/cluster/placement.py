@@ -282,15 +282,15 @@ def reserve(world_size: int, device_type: str, placement: Placement, lifetime: L
         lifetime: What ends the placement group.
 
     Raises:
-        PlacementError: The cluster has too few accelerators, and no further nodes are to be expected; or Ray does not
-            create the placement group.
+        PlacementError: Even the idle cluster has too little room, and no further nodes are to be expected; or Ray does
+            not create the placement group.
         ValueError: The bundles of an existing placement group do not fit the ranks.
     """
     need = rank_need(device_type, placement)
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
         return Reservation(placement.placement_group, need, is_ours=False)
-    _refuse_too_few_accelerators(world_size, need, placement)
+    _refuse_infeasible(world_size, need, placement)
     return _create(world_size, need, placement, lifetime)
 
 
@@ -333,8 +333,8 @@ def wait_placed(
         tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
     Raises:
-        PlacementError: No node had the resources before the deadline; the error lists need against have, per node. The
-            reservation stays.
+        PlacementError: No node had the resources before the deadline, or none can have them; the error lists need
+            against have, per node. The reservation stays.
     """
     told = begun = time.monotonic() if begun is None else begun
     limit_s = _PLACE_S if place_s is None else place_s
@@ -353,6 +353,8 @@ def wait_placed(
         if now - told >= _TELL_S:
             told = now
             _refresh_stale_nodes(reservation.need)
+            if reservation.is_ours:  # by now a cluster that has just started says whether it grows
+                _refuse_infeasible(world_size, reservation.need, placement)
             if tells:
                 cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
                 tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
@@ -421,32 +423,23 @@ def _accelerator(need: Resources) -> str | None:
     return next((name for name in need if name != "CPU"), None)
 
 
-def _refuse_too_few_accelerators(world_size: int, need: Resources, placement: Placement) -> None:
-    """Raise if the cluster has too few accelerators, used or not, and no further nodes are to be expected.
+def _refuse_infeasible(world_size: int, need: Resources, placement: Placement) -> None:
+    """Raise if even the idle cluster has too little room for the ranks, and no further nodes are to be expected.
 
     Where a node has died, the same node or another may come in its place: `restart` waits for it until `place_s`.
     """
-    name, nodes = _accelerator(need), ray.nodes()
-    if name is None or not all(node["Alive"] for node in nodes):
-        return
-    has = sum(int(node["Resources"].get(name, 0)) for node in nodes if labels_match(node, placement.labels))
-    if has >= world_size or may_grow():
-        return
-    where = f"the nodes with labels {dict(placement.labels)} have" if placement.labels else "the cluster has"
-    fewer = f"world_size={has} or fewer, " if has else ""
-    what = f"{world_size} ranks need {show_resources(need)} each, but {where} {has} {name} in all, free or not"
-    cures = f'give {fewer}device="cpu" for ranks that need no {name}, or wait until more nodes have joined'
-    room = _room(need, placement)
-    raise PlacementError("\n  ".join((f"{what}: {cures}", *room.lines)), need=need, have=room.have)
+    is_short = all(node["Alive"] for node in ray.nodes()) and _room(need, placement).fits_empty < world_size
+    if is_short and not may_grow():
+        raise _placement_error(world_size, need, placement)
 
 
 def _placement_error(
     world_size: int,
     need: Resources,
     placement: Placement,
-    waited_s: float,
-    held: Callable[[], Sequence[str]],
-    infeasible: bool,
+    waited_s: float | None = None,
+    held: Callable[[], Sequence[str]] = tuple,
+    infeasible: bool = False,
 ) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
     room = _room(need, placement)
@@ -465,14 +458,15 @@ def _placement_error(
             "it has nodes with such resources; if they only take longer, raise Timeouts.place_s"
         )
     elif room.fits_empty < world_size:
-        verdict = f"infeasible: even {when_idle}; use fewer, or add nodes"
+        verdict = f"infeasible: even {when_idle}; use fewer, or wait until more nodes have joined"
     else:
         verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
         lines += held()
         lines += _own_bundles(world_size, need)
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
-    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {waited_s:g} s; {verdict}"
+    outcome = "cannot be placed" if waited_s is None else f"were not placed within {waited_s:g} s"
+    message = f"{world_size} ranks of {show_resources(need)} each {outcome}; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
 
 
