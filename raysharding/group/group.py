@@ -16,7 +16,6 @@ from torch import nn
 
 from raysharding.arguments import check_int, check_names, with_hints
 from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
-from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts, floating_dtype
 from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
@@ -48,6 +47,7 @@ from raysharding.group.calls import (
     driver_handle,
     handle,
     model_batches,
+    output_path,
 )
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -830,7 +830,7 @@ class ShardedModelGroup:
             evaluation = eval_options(held_out, data_plan, loss, eval_every, metrics, keep_best, stop)
             eval_plan = None if evaluation is None else evaluation.plan
             plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty, eval_plan)
-            target = None if save_to is None else normal_path(os.fspath(save_to))
+            target = None if save_to is None else output_path("save_to", save_to)
             saves = target, save_every, keep_last, async_save, resume
             options = FitOptions(*saves, callbacks, progress, save_on_signal, evaluation)
             files = self.save, self._restart, self._load
@@ -996,7 +996,7 @@ class ShardedModelGroup:
                 collate=collate,
                 prefetch=prefetch,
                 rows_per_file=rows_per_file,
-                output=None if output is None else normal_path(os.fspath(output)),
+                output=None if output is None else output_path("output", output),
                 resume=resume,
                 checkpoint=self._running.spec.checkpoint,
                 stall_s=self._client.timeouts.load_stall_s,
@@ -1049,14 +1049,15 @@ class ShardedModelGroup:
             A `SaveReport`; `None` for a background save.
 
         Raises:
-            ValueError: `keep_last` or `dtype` is invalid, or there is a `dtype` and an optimizer's state to save.
+            ValueError: `keep_last` or `dtype` is invalid, or there is a `dtype` and an optimizer's state to save; or
+                `path` is relative to a copy of a directory that Ray removes (a job's `--working-dir`, a Tune trial).
             CheckpointError: The directory exists, is a mount point, holds files that no save could carry over (the
                 error lists them), or cannot be written.
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
         is_origin = dtype is None and (optimizer or not self._fits.is_running)
         cast = None if dtype is None else floating_dtype(dtype)
-        to = Destination(normal_path(os.fspath(path)), overwrite, keep_last, dtype=cast)
+        to = Destination(output_path("path", path), overwrite, keep_last, dtype=cast)
         what = to, optimizer, async_save, is_origin
         return submit_save(self._running, *what, self._noted).keep_alive(self)
 

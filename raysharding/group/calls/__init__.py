@@ -14,7 +14,7 @@ from raysharding.group.calls.call import (
     collect_returns,
 )
 from raysharding.group.calls.handle import Handle, blocking, driver_handle, handle
-from raysharding.group.calls.input_checks import check_no_examples, model_batches
+from raysharding.group.calls.input_checks import check_no_examples, model_batches, output_path
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping, UndoOnInterrupt
 from raysharding.group.calls.joint_start import IN_ORDER, JointStart
 from raysharding.group.calls.model_files import BegunSave, ModelFiles

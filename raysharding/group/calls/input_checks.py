@@ -1,4 +1,4 @@
-"""Checks on the driver, before a call starts, that its arguments would not make ranks wait for each other.
+"""Checks of a call's arguments on the driver, before it starts.
 
 A rank that raises, or runs other code than its peers, leaves the peers in a collective that never ends. Arguments that
 would cause this are refused here, while the group is READY and nothing has been sent.
@@ -6,6 +6,7 @@ would cause this are refused here, while the group is READY and nothing has been
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from raysharding.batch import RankBatch, as_tensors, by_name, deal, whole_rows
-from raysharding.group.cluster import warn
+from raysharding.checkpoint.storage import normal_path
+from raysharding.group.cluster import is_in_session, warn
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
@@ -64,6 +66,25 @@ def model_batches(
             f"divides the rows among the {world_size} ranks, and Same(...) marks a value that is not to be divided"
         )
     return batches
+
+
+def output_path(name: str, path: str | os.PathLike[str]) -> str:
+    """Return the normal path of an output.
+
+    Args:
+        name: Name of the argument, for errors.
+        path: The user's path; a relative one is of the driver's current directory.
+
+    Raises:
+        ValueError: The path is relative, and the current directory is a copy that Ray removes when the job ends.
+    """
+    given = os.fspath(path)
+    if "://" not in given and not os.path.isabs(given) and is_in_session(given):
+        raise ValueError(
+            f"{name}={given!r} is relative to {os.getcwd()}, Ray's own copy of a directory, which Ray removes with all "
+            "that was written there: give an absolute path on a disk that all nodes share, or a URI"
+        )
+    return normal_path(given)
 
 
 def check_no_examples(method: str, batch: RankBatch, instead: str) -> None:

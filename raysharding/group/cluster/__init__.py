@@ -49,6 +49,7 @@ from raysharding.group.cluster.ray_internals import (
     accelerator_names,
     client_session,
     dashboard_url,
+    is_in_session,
     is_starting,
     name_log_lines,
     started_cluster,

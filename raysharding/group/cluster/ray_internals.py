@@ -7,6 +7,7 @@ Behind `ray://` a process has no connection to the GCS: `client_mode_wrap` then 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,6 +61,16 @@ def accelerator_names(device_type: str) -> AcceleratorNames:
 def started_cluster() -> bool:
     """Return True if `ray.init()` in this process started the cluster, which ends with this process."""
     return worker._global_node is not None and bool(worker._global_node.head)
+
+
+def is_in_session(path: str) -> bool:
+    """Return True if a local path is inside Ray's session directory, where Ray puts and removes copies of its own.
+
+    A job of `ray job submit --working-dir` runs in such a copy, and so does a Tune trial. False behind `ray://`.
+    """
+    node = worker._global_node
+    folder = "" if node is None else os.path.realpath(node.get_session_dir_path())
+    return bool(folder) and os.path.realpath(path).startswith(folder + os.sep)
 
 
 def may_grow() -> bool:

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raysharding import FitReport, FitStep, ShardedModelGroup
 from raysharding.checkpoint.format import MANIFEST_NAME
@@ -127,3 +129,26 @@ def test_a_short_run_logs_its_end_alone(checkpoint: Path, parquet: Path, capfd: 
     with make_group(checkpoint, optimizer=ADAMW, progress=False) as group:
         fit(group, parquet, max_steps=2, progress=False)
     assert "raysharding: " not in capfd.readouterr().err
+
+
+def test_a_relative_output_in_a_directory_that_ray_removes_is_refused(
+    group: ShardedModelGroup, parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray job submit --working-dir` runs the driver in a copy of the directory, of which nothing is left afterwards."""
+    group.set_optimizer(ADAMW)
+    copy = Path(ray._private.worker._global_node.get_session_dir_path(), "runtime_resources/working_dir_files/copy")
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    outputs: list[tuple[str, Callable[[str], Any]]] = [
+        ("path", group.save),
+        ("save_to", lambda out: fit(group, parquet, max_steps=1, save_to=out)),
+        ("output", lambda out: group.predict(str(parquet), batch_size=4, output=out)),
+    ]
+    for name, write in outputs:
+        with pytest.raises(ValueError, match=rf"{name}='out' is relative to .*: give an absolute path .*, or a URI"):
+            write("out")
+    assert not os.listdir(copy)
+    group.save(f"file://{tmp_path}/saved")
+    monkeypatch.chdir(tmp_path)
+    group.save("relative")
+    assert sorted(os.listdir(tmp_path)) == ["relative", "saved"]
