@@ -134,7 +134,7 @@ def test_a_short_run_logs_its_end_alone(checkpoint: Path, parquet: Path, capfd: 
 def test_a_relative_output_in_a_directory_that_ray_removes_is_refused(
     group: ShardedModelGroup, parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ray job submit --working-dir` runs the driver in a copy of the directory, of which nothing is left afterwards."""
+    """`ray job submit --working-dir` runs the driver in a copy of the directory, which Ray removes."""
     group.set_optimizer(ADAMW)
     copy = Path(ray._private.worker._global_node.get_session_dir_path(), "runtime_resources/working_dir_files/copy")
     copy.mkdir(parents=True)
