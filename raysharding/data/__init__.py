@@ -28,11 +28,12 @@ from raysharding.data.batches import (
 )
 from raysharding.data.collate import KnownColumns, rank_batch
 from raysharding.data.files import DataPath, RowFiles, list_files
+from raysharding.data.fingerprint import as_json, fingerprint, rows_fingerprint
 from raysharding.data.hub_rows import hub_name
 from raysharding.data.key_types import key_types, plain
 from raysharding.data.order import Order
 from raysharding.data.parquet import ParquetFiles
-from raysharding.data.part_files import FIRST_ROW, Part, PartFiles, PartTable, PartWriter, cut_parts
+from raysharding.data.part_files import Part, PartFiles, PartTable, PartWriter, cut_parts
 from raysharding.data.position import Position
 from raysharding.data.prefetch import Prefetch
 from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of

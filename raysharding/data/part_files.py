@@ -28,8 +28,15 @@ from raysharding.errors import CheckpointError, DataError, shown
 
 RECORD_NAME: Final = "_predict.json"
 """File that says which run wrote the parts. Readers of Parquet directories skip names with `_` or `.`."""
-FIRST_ROW: Final = "first_row_sha256"
-"""Entry of the record: digest of the first row of the data."""
+_FINGERPRINTS: Final = {
+    "weights": ("the model's weights or config differ from those", ""),
+    "data": (
+        "the rows differ from those",
+        ": it is other data or another order, other columns=, or files written anew",
+    ),
+    "code": ("fn= or collate= differs from that", ", in its code, its defaults or a value that it closes over"),
+}
+"""Entry of the record whose values say nothing to people → what an error says of another value."""
 _COUNTS: Final = ("num_rows", "num_parts")
 _TEMPORARY: Final = (".part-", f".{RECORD_NAME}.")
 _GROUP_ROWS: Final = 4096
@@ -230,15 +237,12 @@ class PartFiles:
         if not is_own and not resume:
             what = f"holds rows of an earlier predict ({found['num_rows']} in all): resume=True continues it"
             raise DataError(f"{what}; else remove the directory, or give another one", path=self.directory)
-        # A restart may have loaded a save of the same weights, from another path.
-        own = ("run", "num_parts", "checkpoint") if is_own else ("run", "num_parts")
-        for name in (name for name in record if name not in own):
+        for name in (name for name in record if name not in ("run", "num_parts")):
             was = found.get(name)
             if was != record[name]:
                 what = f"the run that is to be resumed had {name}={was!r}, and this one has {record[name]!r}"
-                if name == FIRST_ROW:
-                    what = "the first row that is read differs from that of the run that is to be resumed: the data is "
-                    what += "other data, or another kind of the same, or is read with other columns= or collate="
+                if name in _FINGERPRINTS:
+                    what = " of the run that is to be resumed".join(_FINGERPRINTS[name])
                 raise DataError(f"{what}: pass the same, or give another directory as output=", path=self.directory)
         return found
 

@@ -957,9 +957,9 @@ class ShardedModelGroup:
                 anew that was not complete. Default: 64 batches, or a thousandth of the rows if that is more.
             resume: True to continue the run in `output` that was killed or interrupted, with any number of ranks and
                 any `batch_size`: complete files stay, and the rows of the others are computed. Without a run there, a
-                new one begins. It must be a run on the same data, with the same `fn`, `keys`, `generate_kwargs` and
-                checkpoint, as far as that can be told: by the first row and the number of rows, and by names. Default
-                False: `output` must be empty, or not exist.
+                new one begins. It must be a run with the same weights on the same rows, with the same `fn`, `collate`,
+                `keys` and `generate_kwargs`, as far as that can be told (docs/pages/embed-a-dataset.md). Default False:
+                `output` must be empty, or not exist.
             prefetch: Number of batches that each rank reads ahead.
             progress: True to show a bar with rows per second, False for nothing. Default: as for `fit`.
 
@@ -998,7 +998,6 @@ class ShardedModelGroup:
                 rows_per_file=rows_per_file,
                 output=None if output is None else output_path("output", output),
                 resume=resume,
-                checkpoint=self._running.spec.checkpoint,
                 stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )

@@ -16,7 +16,6 @@ import torch
 from raysharding import DataError
 from raysharding.checkpoint.storage import storage_of
 from raysharding.data import (
-    FIRST_ROW,
     Part,
     PartFiles,
     PartWriter,
@@ -58,8 +57,8 @@ def check_run(files: PartFiles, names: Any) -> None:
     assert names() == ["_predict.json", "part-000000000004.parquet"]
     with pytest.raises(DataError, match=r"holds rows of an earlier predict \(10 in all\)"):
         files.begin(RECORD | {"run": "b"}, resume=False)
-    with pytest.raises(DataError, match=r"the first row that is read differs .* other columns= or collate="):
-        files.begin(RECORD | {"run": "b", FIRST_ROW: "f"}, resume=True)
+    with pytest.raises(DataError, match=r"the rows differ from those of the run that is to be resumed: .*columns="):
+        files.begin(RECORD | {"run": "b", "data": "f"}, resume=True)
     with pytest.raises(DataError, match="had fn='pooled', and this one has 'other'"):
         files.begin(RECORD | {"run": "b", "fn": "other"}, resume=True)
     assert files.begin(RECORD | {"run": "b", "num_parts": 8}, resume=True)["num_parts"] == 3

@@ -46,6 +46,7 @@ from raysharding.distributed.fully_shard.layout import (
     shard_index_of,
     tensor_layout,
     unwrapped,
+    weights_fingerprint,
     with_layout,
 )
 from raysharding.distributed.fully_shard.materialize import materialize, tensor_slots

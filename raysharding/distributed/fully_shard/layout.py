@@ -6,17 +6,22 @@ library: a range of elements is a range of bytes in a file, in a message and in 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from hashlib import sha256
 from math import prod
+from operator import xor
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from raysharding.distributed.comm import current_device
+from raysharding.distributed.comm import all_gather_json, current_device
 from raysharding.models import clean_name
 
 _ROWS = Shard(0)
@@ -56,6 +61,40 @@ class TensorLayout:
     def ranges(self) -> list[tuple[int, int]]:
         """Return the `local_range` of every shard; of a replicated tensor, the whole range once."""
         return [self.local_range(index) for index in range(max(self.num_shards, 1))]
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Return 16 hex digits of a module's parameters, buffers and config, equal for any number of ranks; collective.
+
+    Reads every shard once. A tensor counts by the XOR of its elements (`torch.hash_tensor`), which forgets their order,
+    but can be taken from shards.
+
+    Args:
+        module: The root module, whose shards are registered (`reshard`).
+    """
+    own: dict[str, int] = {}
+    tensors = module_tensors(module)
+    for name, tensor in tensors.items():
+        places: list[tuple[int, Placement]] = [(dist.get_rank(), Replicate())]
+        if isinstance(tensor, DTensor):
+            places = list(zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True))
+        local = local_tensor(tensor)
+        # Of equal copies one counts: the XOR of two is 0.
+        if local.numel() and all(place == 0 for place, placement in places if placement.is_replicate()):
+            is_plain = local.dtype.itemsize > 1 and not local.is_complex()
+            hashed = torch.hash_tensor(local if is_plain else local.contiguous().view(torch.uint8))
+            own[name] = int(hashed.view(torch.int64))
+    every = all_gather_json(own)
+    config: Any = getattr(module, "config", None)
+    facts = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = [
+        {name: value for name, value in facts.items() if name not in ("_name_or_path", "transformers_version")},
+        [
+            (name, tuple(tensor.shape), str(tensor.dtype), reduce(xor, (found.get(name, 0) for found in every)))
+            for name, tensor in tensors.items()
+        ],
+    ]
+    return sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

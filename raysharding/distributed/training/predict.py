@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 from raysharding.arguments import check_int
 from raysharding.batch import Collate, RankBatch
 from raysharding.data import (
-    FIRST_ROW,
     BlockSource,
     DataPath,
     KnownColumns,
@@ -26,23 +23,32 @@ from raysharding.data import (
     PartWriter,
     Prefetch,
     Rows,
+    as_json,
     as_table,
     cast_table,
     cut_parts,
-    first_rows,
+    fingerprint,
     in_order,
     key_types,
     num_forwards,
     part_batches,
-    plain,
     rank_batch,
+    rows_fingerprint,
     same_columns,
     schema_as_text,
     schema_from_text,
     unify_schemas,
 )
 from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
-from raysharding.distributed.fully_shard import check_execution_order, module_mode, move_inputs, recovering, unwrapped
+from raysharding.distributed.fully_shard import (
+    check_execution_order,
+    module_mode,
+    move_inputs,
+    recovering,
+    reshard,
+    unwrapped,
+    weights_fingerprint,
+)
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.losses import known_arguments
@@ -85,8 +91,6 @@ class PredictPlan:
     """Directory or URI of the files; `None`: the ranks hold the tables until they are taken."""
     resume: bool = False
     """True to continue the run that is in `output`, if there is one."""
-    checkpoint: str = ""
-    """What the weights are, for the record of the run."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
     run: str = ""
@@ -171,7 +175,7 @@ class Prediction:
         self._files = None if plan.output is None else PartFiles(plan.output)
         self._schema: Any = None
         self._key_types = self._types_of_keys()
-        self.parts, self._todo = self._find_parts()
+        self.parts, self._todo = self._find_parts(module)
         self._left = num_forwards(self._todo, self._share, self._world_size)
         self._items: Prefetch[tuple[PartBatch, RankBatch]] | None = None
         self._writer: PartTable | PartWriter | None = None
@@ -235,7 +239,7 @@ class Prediction:
             self._writer.abort()
             self._writer = None
 
-    def _find_parts(self) -> tuple[list[Part], list[Part]]:
+    def _find_parts(self, module: nn.Module | None) -> tuple[list[Part], list[Part]]:
         """Return all parts, and those to compute; collective."""
         plan, world_size, files = self._plan, self._world_size, self._files
         per_part = plan.rows_per_file or max(_PART_BATCHES * self._share, -(-self.num_rows // _MAX_PARTS))
@@ -245,8 +249,13 @@ class Prediction:
             parts = cut_parts(self.num_rows, plan.num_parts or num_parts)
             return parts, [part for part in parts if part.start not in plan.taken]
 
+        weights = ""
+        if module is not None:
+            reshard(unwrapped(module))
+            weights = weights_fingerprint(unwrapped(module))
+
         def begin() -> dict[str, Any]:
-            record = files.begin(self._record(num_parts), resume=plan.resume)
+            record = files.begin(self._record(num_parts, weights), resume=plan.resume)
             parts = cut_parts(self.num_rows, record["num_parts"])
             done, schema = files.find(parts)
             return {
@@ -261,19 +270,19 @@ class Prediction:
         done = set(found["done"])
         return parts, [part for part in parts if part.start not in done]
 
-    def _record(self, num_parts: int) -> dict[str, Any]:
+    def _record(self, num_parts: int, weights: str) -> dict[str, Any]:
         """Return what the run computes; a run that goes on must compute the same."""
         plan = self._plan
-        first = json.dumps(next(iter(first_rows(self._source))), default=_as_json, sort_keys=True)
         return {
             "run": plan.run,
             "num_parts": num_parts,
-            "fn": plan.fn_name,
-            "generate_kwargs": json.loads(json.dumps(plan.generate_kwargs, default=_as_json)),
-            "keys": list(plan.keys),
-            "checkpoint": plan.checkpoint,
             "num_rows": self.num_rows,
-            FIRST_ROW: sha256(first.encode()).hexdigest()[:16],
+            "fn": plan.fn_name,
+            "keys": list(plan.keys),
+            "generate_kwargs": as_json(plan.generate_kwargs),
+            "code": fingerprint([plan.fn, plan.collate]),
+            "data": rows_fingerprint(self._source),
+            "weights": weights,
         }
 
     def _step(self, module: nn.Module) -> PartBatch:
@@ -439,8 +448,3 @@ class Prediction:
 def _place(taken: PartBatch) -> str:
     part = taken.part
     return "a dummy row" if part is None else f"among rows {part.start} to {part.start + part.num_rows - 1}"
-
-
-def _as_json(value: Any) -> Any:
-    known = plain(value)
-    return type(value).__name__ if known is value else known

@@ -15,10 +15,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from raysharding.distributed.fully_shard.layout import (
     TensorLayout,
     compute_device,
+    local_tensor,
     module_tensors,
     named_submodules,
     persistent_names,
+    shard_index_of,
+    weights_fingerprint,
 )
+from tests.distributed.fully_shard.sharding_models import meshes, sharded
+from tests.distributed.models import Odd
+from tests.spawn import run_ranks
 
 
 def odd_tree() -> nn.Module:
@@ -99,3 +105,33 @@ def test_a_module_computes_where_its_mesh_is_not_where_its_shards_lie() -> None:
     assert compute_device(on_mesh("meta")).type == "meta"
     assert compute_device(on_mesh("cpu")).type == "cpu"
     assert compute_device(odd_tree()).type == "cpu"
+
+
+def fingerprints() -> tuple[set[str], set[str]]:
+    """Fingerprints of equal models, sharded in every way, and those after one element has changed."""
+    equal, changed = set(), set()
+    torch.manual_seed(0)
+    model = Odd()
+    for replicate_size in meshes(all_of_them=True):
+        module = sharded(model, replicate_size=replicate_size, wrap=["Linear"])
+        equal.add(weights_fingerprint(module))
+        tensors = module_tensors(module)
+        for tensor in tensors.values():
+            local = local_tensor(tensor).reshape(-1)
+            is_held = local.numel() and (not isinstance(tensor, DTensor) or shard_index_of(tensor) == 0)
+            kept = local[:1].clone()
+            if is_held:
+                local[:1] = kept.logical_not()
+            changed.add(weights_fingerprint(module))
+            if is_held:
+                local[:1] = kept
+        equal.add(weights_fingerprint(module))
+        assert len(changed) == sum(tensor.numel() > 0 for tensor in tensors.values())
+    return equal, changed
+
+
+def test_weights_have_one_fingerprint_whatever_the_number_of_ranks() -> None:
+    found = [one for world_size in (1, 3, 4) for one in run_ranks(world_size, fingerprints)]
+    (equal,), changed = found[0]
+    assert found == [({equal}, changed)] * 8
+    assert equal not in changed

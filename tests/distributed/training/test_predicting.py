@@ -119,20 +119,20 @@ def test_rows_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
 class Slow:
     """Takes some milliseconds for a batch. Kills its process a random moment after one of them begins."""
 
-    def __init__(self, batch: int = -1, seconds: float = 0.0) -> None:
-        self.left, self.seconds = batch, seconds
+    left, seconds = -1, 0.0
 
     def __call__(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        if self.left == 0:
+        if Slow.left == 0:
             threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        self.left -= 1
+        Slow.left -= 1
         time.sleep(0.004)
         return {"logits": last_logits(outputs, batch["attention_mask"])}
 
 
 def run_in_files(output: str, batch_size: int, victim: int = -1, batch: int = -1, seconds: float = 0.0) -> None:
-    fn = Slow(batch, seconds) if dist.get_rank() == victim else Slow()
-    run({"batch_size": batch_size, "rows_per_file": 3, "fn": fn, "output": output, "resume": True}, steps=2)
+    if dist.get_rank() == victim:
+        Slow.left, Slow.seconds = batch, seconds
+    run({"batch_size": batch_size, "rows_per_file": 3, "fn": Slow(), "output": output, "resume": True}, steps=2)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from raysharding import (
     PredictReport,
     ShardedModelGroup,
     Split,
+    current_worker,
 )
 from raysharding.group import GroupState
 from raysharding.group.fit import predict_run
@@ -219,17 +221,60 @@ def test_an_interrupted_run_continues(
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, r"holds rows of an earlier predict \(50 in all\): resume=True continues it"),
         ({"resume": True, "keys": []}, r"had keys=\['id'\], and this one has \[\]"),
-        ({"resume": True, "data": [{"input": [0.0] * 8, "id": ""}] * NUM_ROWS}, "the first row that is read differs"),
+        (
+            {"resume": True, "data": [{"input": [0.0] * 8, "id": ""}] * NUM_ROWS},
+            "the rows differ from those of the run",
+        ),
         ({"resume": True, "data": [{"input": [0.0] * 8, "id": ""}]}, "had num_rows=50, and this one has 1"),
         ({"resume": True, "fn": doubled()}, r"had fn='slow.<locals>.fn', and this one has 'doubled"),
+        (
+            {"resume": True, "fn": slow(0)},
+            "fn= or collate= differs from that of the run .* a value that it closes over",
+        ),
     )
     for other, message in cases:
         with pytest.raises(DataError, match=message):
-            group.predict(**{"data": parquet, "output": output, "fn": slow(0), **options, **other})
-    report = group.predict(parquet, output=output, fn=slow(0), resume=True, **options)
+            group.predict(**{"data": parquet, "output": output, "fn": slow(0.05), **options, **other})
+    report = group.predict(parquet, output=output, fn=slow(0.05), resume=True, **options)
     assert 0 < num_files * 4 - num_files <= report.num_found < NUM_ROWS
     check(read(output), reference, inputs)
-    assert group.predict(parquet, output=output, fn=slow(0), resume=True, **options).num_found == NUM_ROWS
+    assert group.predict(parquet, output=output, fn=slow(0.05), resume=True, **options).num_found == NUM_ROWS
+
+
+def scale() -> None:
+    with torch.no_grad():
+        next(current_worker().module.parameters()).mul_(1.001)
+
+
+def test_a_run_goes_on_with_equal_weights_and_rows_alone(
+    group: ShardedModelGroup, checkpoint: Path, parquet: Path, tmp_path: Path
+) -> None:
+    """Names decide nothing: what was changed, written anew or reordered differs, and a copy elsewhere does not."""
+    rows = [{"input": [float(index)] * 8} for index in range(12)]
+    moved = [*rows[:5], rows[6], rows[5], *rows[7:]]
+    copied = shutil.copy(checkpoint, tmp_path / "other.safetensors")
+    data = Path(shutil.copy(parquet, tmp_path / "rows.parquet"))
+
+    def predict(output: str, rows: Any) -> int:
+        options: dict[str, Any] = {"batch_size": 4, "resume": True, "progress": False}
+        return int(group.predict(rows, output=tmp_path / output, **options).num_found)
+
+    assert predict("list", rows) == predict("file", data) == 0
+    group.load(copied)
+    assert predict("list", list(map(dict, rows))) == 12
+    assert predict("file", data) == NUM_ROWS
+    with pytest.raises(
+        DataError, match=r"the rows differ from those of the run that is to be resumed: .* another order"
+    ):
+        predict("list", moved)
+    os.utime(data, ns=(0, 0))
+    with pytest.raises(DataError, match=r"the rows differ from those of the run .* files written anew"):
+        predict("file", data)
+    group.call(scale)
+    with pytest.raises(DataError, match="the model's weights or config differ from those of the run that is to be res"):
+        predict("list", rows)
+    group.load(checkpoint)
+    assert predict("list", rows) == 12
 
 
 @pytest.fixture(scope="module")

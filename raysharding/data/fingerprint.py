@@ -1,0 +1,119 @@
+"""Fingerprints of rows and functions: a `predict` that goes on sees by them that it would compute something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from hashlib import sha256
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysharding.data.files import RowFiles, connected, reading
+from raysharding.data.source import BlockSource, Columns, SequenceRows
+
+_SAMPLES = 64
+
+
+def fingerprint(values: Iterable[Any]) -> str:
+    """Return 16 hex digits that are the same for the same values in every process.
+
+    Args:
+        values: Numbers, texts, tensors, arrays, functions, and collections of these. A function counts by its code, its
+            defaults, what it closes over, and the numbers, texts and functions of its own module that it names. Any
+            other object counts by its `repr`, or without one of its own by its type; a callable one of `values` by its
+            `__call__` and its attributes.
+    """
+    digest, seen = sha256(), set[int]()
+    for value in values:
+        is_object = callable(value) and not isinstance(value, type | partial | FunctionType | MethodType)
+        known = [type(value).__call__, getattr(value, "__dict__", {})] if is_object else value
+        digest.update(json.dumps(as_json(known, seen)).encode())
+    return digest.hexdigest()[:16]
+
+
+def rows_fingerprint(source: BlockSource) -> str:
+    """Return the fingerprint of the rows. Of files it reads the first row, of rows that are not in memory up to 64.
+
+    Args:
+        source: The rows. Files count by their sizes, times of change and first row; rows in memory by all values;
+            others by rows at equal distances.
+
+    Raises:
+        DataError: A row cannot be read.
+    """
+    rows = source.rows if isinstance(source, SequenceRows) else None
+    if isinstance(rows, Columns | list | tuple):
+        return fingerprint([rows.columns] if isinstance(rows, Columns) else rows)
+    ends = source.block_rows.cumsum()
+    places = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLES).astype(np.int64)).tolist()
+    facts: list[Any] = ends.tolist()
+    if isinstance(source, RowFiles):
+        with reading(source.directory):
+            found = connected(source.directory)[0].get_file_info(list(source.files))
+        facts, places = [*facts, *((one.size, one.mtime_ns) for one in found)], places[:1]
+    return fingerprint([facts, *_rows_at(source, places)])
+
+
+def _rows_at(source: BlockSource, places: Iterable[int]) -> Iterator[Any]:
+    sizes = source.block_rows
+    ends = sizes.cumsum()
+    for place in places:
+        block = int(np.searchsorted(ends, place, side="right"))
+        with closing(source.read(block)) as reader:
+            reader.skip(int(place - ends[block] + sizes[block]))
+            yield from reader.take(1)
+
+
+def as_json(value: Any, seen: set[int] | None = None) -> Any:
+    """Return a JSON value that tells a value of `fingerprint` from others.
+
+    Args:
+        value: The value.
+        seen: The `id` of each function before it, which is left out: functions may name each other.
+    """
+    seen = set() if seen is None else seen
+
+    def parts(*values: Any) -> list[Any]:
+        return [as_json(one, seen) for one in values]
+
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return dict(zip(map(str, value), parts(*value.values()), strict=True))
+        case list() | tuple():
+            return parts(*value)
+        case set() | frozenset():
+            return sorted(map(repr, value))  # the order differs between processes
+        case torch.Tensor():
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return [str(value.dtype), list(value.shape), sha256(data.data).hexdigest()]
+        case np.ndarray() if value.dtype != object:
+            return [value.dtype.str, list(value.shape), sha256(value.tobytes()).hexdigest()]
+        case np.ndarray():
+            return parts(*value.tolist())
+        case partial():
+            return parts(value.func, value.args, value.keywords)
+        case MethodType():
+            return parts(value.__func__, value.__self__)
+        case FunctionType() if id(value) in seen:
+            return value.__qualname__
+        case FunctionType():
+            seen.add(id(value))
+            closed = [cell.cell_contents for cell in value.__closure__ or ()]
+            named = [value.__globals__.get(name) for name in value.__code__.co_names]
+            own = [one for one in named if isinstance(one, bool | int | float | str) or _is_beside(one, value)]
+            return parts(value.__code__, value.__defaults__, value.__kwdefaults__, closed, own)
+        case CodeType():
+            return parts(value.co_code, value.co_names, value.co_consts)
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _is_beside(value: Any, function: FunctionType) -> bool:
+    return isinstance(value, FunctionType) and value.__module__ == function.__module__
