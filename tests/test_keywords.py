@@ -72,6 +72,15 @@ def test_fit_knows_trainers_keywords(keyword: str, said: str) -> None:
     assert str(caught.value) == f"fit() takes no {keyword!r}: {said}"
 
 
+def test_load_says_who_takes_an_option_of_loads() -> None:
+    group: Any = object.__new__(ShardedModelGroup)
+    said = (
+        r"load\(\) takes no 'strict': give it to from_checkpoint: from_checkpoint\(loading=Loading\(strict=\.\.\.\)\)"
+    )
+    with pytest.raises(TypeError, match=said):
+        group.load("nowhere", strict=False)
+
+
 def test_a_hint_follows_the_signature() -> None:
     @with_hints
     def train(*, eval_every: int | None = None) -> None: ...

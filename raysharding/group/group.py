@@ -1061,6 +1061,7 @@ class ShardedModelGroup:
         return submit_save(self._running, *what, self._noted).keep_alive(self)
 
     @handle
+    @with_hints
     def load(self, path: str | os.PathLike[str], *, revision: str | None = None) -> Call[LoadReport]:
         """Load another checkpoint of the same model into the group, in place.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ MASKED_LABEL = -100
 
 _CLASSIFIES = re.compile(r"^(?!BrosSpade).*For(Sequence|Token|Image|Video|Audio)Classification$")
 """Classes whose labels are classes; those of BROS' SPADE are positions."""
+_POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _LABEL = re.compile(r"label|target|_positions$|loss")
 
 
@@ -45,6 +47,8 @@ class InputBounds:
     """Arguments of which a transformers model's loss needs at least one; empty if it is not known."""
     num_classes: int | None = None
     """Number of classes, if `labels` of whole numbers are classes; `None` if that is not known."""
+    num_positions: int | None = None
+    """Largest number of columns of `input_ids`; `None` if the model does not embed positions, or that is unknown."""
 
     @classmethod
     def of(cls, module: nn.Module) -> InputBounds:
@@ -79,9 +83,16 @@ class InputBounds:
                 num_ids["decoder_input_ids"] = decoder.num_embeddings
         if isinstance(head, nn.Linear):
             num_ids["labels"] = head.out_features
+        least = getattr(getattr(config, "text_config", config), "max_position_embeddings", None) or math.inf
         for name, submodule in module.named_modules():
-            if isinstance(submodule, nn.Embedding) and name.rpartition(".")[2] == "token_type_embeddings":
-                num_ids["token_type_ids"] = submodule.num_embeddings
+            if not isinstance(submodule, nn.Embedding):
+                continue
+            kind, number = name.rpartition(".")[2], submodule.num_embeddings
+            if kind == "token_type_embeddings":
+                num_ids["token_type_ids"] = number
+            elif kind in _POSITIONS and number >= least:  # a part for images may have fewer
+                unused = 0 if submodule.padding_idx is None else submodule.padding_idx + 1
+                known["num_positions"] = number - getattr(submodule, "offset", unused)
         return cls(positions, {name: number for name, number in num_ids.items() if name in parameters}, **known)
 
     def check_names(self, batch: RankBatch, what: str, needs_loss: bool) -> None:
@@ -124,7 +135,8 @@ class InputBounds:
             seen: `id` of each value checked before, which is skipped; values checked now are added.
 
         Raises:
-            ValueError: An id is out of range: the error names argument, id and row. Or an argument for ids is floating.
+            ValueError: An id is out of range: the error names argument, id and row. Or an argument for ids is floating,
+                or `input_ids` has more columns than the model has positions.
         """
         seen = set() if seen is None else seen
         for name, value in [*zip(self.positions, batch.args, strict=False), *batch.kwargs.items()]:
@@ -133,6 +145,12 @@ class InputBounds:
                 raise ValueError(
                     f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
                     f"{number - 1}: convert it to int64; in data, convert its column, or use collate="
+                )
+            length = value.shape[-1] if name == "input_ids" and isinstance(value, torch.Tensor) and value.ndim else 0
+            if self.num_positions is not None and length > self.num_positions:
+                raise ValueError(
+                    f"{what}: input_ids has {length} columns, and the model has {self.num_positions} positions: cut "
+                    f"longer texts, tokenizer(..., truncation=True, max_length={self.num_positions})"
                 )
             cure = _CURE
             if number is None and name == "labels":

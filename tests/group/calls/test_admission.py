@@ -115,6 +115,48 @@ def test_a_transformers_model_says_which_ids_it_has(name: str) -> None:
     assert set(bounds.num_ids) <= {*bounds.positions, "labels"}
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+BART = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 1,
+    "decoder_attention_heads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Bert", SMALL),
+        ("Roberta", {**SMALL, "max_position_embeddings": 14, "pad_token_id": 1}),
+        ("GPT2", {"vocab_size": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}),
+        ("Bart", {**BART, "vocab_size": 64, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "forced_eos_token_id": None}),
+        ("OPT", {**SMALL, "ffn_dim": 8, "word_embed_proj_dim": 8}),
+        ("Llama", {**SMALL, "num_key_value_heads": 1}),
+    ],
+)
+def test_a_text_longer_than_the_positions_is_refused(name: str, options: dict[str, Any]) -> None:
+    """Else a rank that has one would raise in the forward, while the others wait. The oracle is the model."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**{"max_position_embeddings": 12, **options})
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    bounds = InputBounds.of(model)
+    longest = torch.full((1, 12), 5)
+    longer = torch.full((1, 13), 5)
+    check(input_ids=Split(longest), bounds=bounds, world_size=1)
+    model(input_ids=longest)
+    if name == "Llama":  # rotary: any length
+        check(input_ids=Split(longer), bounds=bounds, world_size=1)
+        return
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)|must match"):
+        model(input_ids=longer)
+    with pytest.raises(
+        ValueError, match=r"input_ids has 13 columns, and the model has 12 positions: .*max_length=12\)"
+    ):
+        check(input_ids=Split(longer), bounds=bounds, world_size=1)
+
+
 def test_any_other_module_takes_anything() -> None:
     assert InputBounds.of(nn.Embedding(3, 4)) == InputBounds(("input",), keywords=frozenset({"input"}))
 
