@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
-from raysharding.checkpoint.format import new_token, seen_here
+from raysharding.checkpoint.format import Sidecars, new_token, seen_here
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (
@@ -31,6 +31,7 @@ from raysharding.distributed.saving import BackgroundSave, Destination, SaveRepo
 from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
+from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.worker.predictor import Predictor
@@ -79,7 +80,7 @@ class Worker:
         self.predictor = Predictor(self.status)
         self.checkpoint: Checkpoint | None = None
         self.load_report: LoadReport | None = None
-        self._sidecars: str | None = None
+        self._sidecars: Sidecars | None = None
         self._forwarding: Forwarding | None = None
         self._streams: ExitStack | None = None
         self._copies: dict[str, WeightCopy] = {}
@@ -156,7 +157,10 @@ class Worker:
                 values to this rank.
         """
         with self.status.running("plan", "build"):
-            self.checkpoint, self._sidecars = checkpoint, checkpoint.directory
+            self.checkpoint, self._sidecars = checkpoint, Sidecars(checkpoint.directory)
+            if self.rank == 0:
+                with suppress(CheckpointError):  # a save tries again, and raises
+                    self._sidecars.read()
             status = self.status
             status.sharding, status.loading = sharding or Sharding(), loading or Loading()
             status.use_mesh(init_mesh(self.device.type, status.sharding))
@@ -465,7 +469,6 @@ class Worker:
             destination = self._destination(path, overwrite, keep_last, dtype, token, follow)
             state = self.optimizer if optimizer else None
             report = begin_save(self.module, destination, state, self.trainer.position, self.status.stall_s).run(follow)
-            self._sidecars = path
             self.status.is_saved = self.status.is_saved or self._holds_all(state, dtype)
             return report
 
@@ -523,9 +526,6 @@ class Worker:
             follow("save", save.bytes_done, save.bytes_total, "")  # while bytes move, the wait is not taken for a hang
 
         self.status.saver.settle(on_wait)
-        committed = self.status.saver.last_committed
-        # The checkpoint that the module was loaded from may be removed by now, as older saves are.
-        self._sidecars = self._sidecars if committed is None else committed
         return Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
 
     def close(self) -> None:

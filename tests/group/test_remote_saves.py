@@ -83,3 +83,24 @@ def test_adapters_lie_in_a_store(tmp_path: Path, s3: S3Server) -> None:
         after = group.train_step(input_ids=Split(ids), labels=Split(ids))
     with ShardedModelGroup.from_checkpoint(s3.uri("adapters"), base=base, **options) as group:
         assert group.train_step(input_ids=Split(ids), labels=Split(ids)) == pytest.approx(after, abs=1e-6)
+
+
+def test_a_save_needs_no_origin(tmp_path: Path, s3: S3Server) -> None:
+    """Tokenizer and README are those of the load, though the store, or the directory, is gone since."""
+    ARCHITECTURES["llama"].make().save_pretrained(tmp_path / "llama")
+    others = {"tokenizer.json": "{}", "README.md": "read me", "1_Pooling/config.json": "{}"}
+    for name, text in others.items():
+        (tmp_path / "llama" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "llama" / name).write_text(text)
+    origins = {"store": s3.upload(tmp_path / "llama", "llama"), "local": str(tmp_path / "llama")}
+    for name, origin in origins.items():
+        options: dict[str, Any] = {"world_size": 2, "device": "cpu", "placement": placed()}
+        with ShardedModelGroup.from_checkpoint(origin, **options) as group:
+            s3.proxy.faults.append(Fault("status", path="llama", status=403, code="AccessDenied"))
+            (tmp_path / "llama").rename(tmp_path / f"gone-{name}")
+            group.save(tmp_path / name)
+            group.save(tmp_path / f"{name}-2", async_save=True)
+        for save in (tmp_path / name, tmp_path / f"{name}-2"):
+            assert {one: (save / one).read_text() for one in others} == others
+        (tmp_path / f"gone-{name}").rename(tmp_path / "llama")
+        s3.proxy.reset()

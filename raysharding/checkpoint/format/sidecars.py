@@ -10,7 +10,7 @@ from typing import Final
 from raysharding.checkpoint.format.header import parse_object
 from raysharding.checkpoint.format.index import read_beside
 from raysharding.checkpoint.format.names import MANIFEST_NAME, OPTIMIZER_FOLDER, SAVE_RECORD_NAME, TRAINING_FOLDER
-from raysharding.checkpoint.storage import Storage, is_remote, join_path
+from raysharding.checkpoint.storage import Storage, is_remote, join_path, storage_of
 from raysharding.errors import CheckpointError
 
 _MAX_BYTES: Final = 64 << 20
@@ -61,6 +61,35 @@ def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
     if data is None:
         raise CheckpointError("is gone since the directory was listed", path=join_path(directory, name))
     return data
+
+
+class Sidecars:
+    """The small files of a checkpoint's directory, in memory once they are read: a save does not need their origin."""
+
+    def __init__(self, directory: str) -> None:
+        """Read nothing yet.
+
+        Args:
+            directory: A normal path or URI.
+        """
+        self._directory = directory
+        self._files: dict[str, bytes] | None = None
+
+    def read(self) -> dict[str, bytes]:
+        """Return name → content of `list_sidecar_files`; none of a local directory that this process does not see.
+
+        Raises:
+            CheckpointError: The files cannot be read; the next call tries again.
+        """
+        if self._files is None:
+            directory = self._directory
+            if not is_remote(directory) and not os.path.isdir(directory):
+                return {}
+            storage = storage_of(directory)
+            names = list_sidecar_files(storage, directory)
+            found = storage.each(lambda name: read_sidecar(storage, directory, name), names)
+            self._files = dict(zip(names, found, strict=True))
+        return self._files
 
 
 def _list_folder(storage: Storage, directory: str, folder: str, modules: frozenset[str]) -> Iterator[str]:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint, SaveRecord
-from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, list_sidecar_files, new_token, read_sidecar
-from raysharding.checkpoint.storage import is_remote, join_path, normal_path, storage_of
+from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Sidecars, new_token
+from raysharding.checkpoint.storage import join_path, normal_path, storage_of
 from raysharding.checkpoint.writing import (
     check_numbered,
     commit_staging,
@@ -318,7 +318,7 @@ def save_checkpoint(
             `path` is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
-    sidecars = None if source is None else source.directory
+    sidecars = None if source is None else Sidecars(source.directory)
     cast = None if dtype is None else floating_dtype(dtype, "dtype")
     destination = Destination(normal_path(os.fspath(path)), overwrite, keep_last, sidecars, cast)
     return begin_save(module, destination, optimizer, position, stall_s).run(progress)
@@ -334,8 +334,8 @@ class Destination:
     """True to replace an existing checkpoint."""
     keep_last: int | None = None
     """Number of saves of a series to keep; `None` for all."""
-    sidecars: str | None = None
-    """Directory, as a normalized path, whose small files are copied."""
+    sidecars: Sidecars | None = None
+    """Small files that are copied; `None` for none. Rank 0's are used."""
     dtype: torch.dtype | None = None
     """Dtype of the floating tensors in the files; `None` for the module's."""
     token: str = field(default_factory=new_token)
@@ -416,7 +416,7 @@ class Save:
 
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
-        sidecars = _read_sidecars(self.destination)
+        sidecars = _sidecars_to_copy(self.destination)
         SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
         configs = config_files(self.module, self.destination.dtype) if adapters is None else {}
@@ -469,15 +469,14 @@ _NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)
 copied: ranks that do not see the source built the model without it."""
 
 
-def _read_sidecars(destination: Destination) -> dict[str, bytes]:
-    """Read the small files to copy, by name; none if rank 0 does not see a local directory.
+def _sidecars_to_copy(destination: Destination) -> dict[str, bytes]:
+    """Return the small files to copy, by name.
 
     A file of the destination that no save copied there, or that was changed since, stays; so does a folder without a
     file that a save copied there.
     """
-    directory, path = destination.sidecars, destination.path
-    if directory is None or not (is_remote(directory) or os.path.isdir(directory)):
-        return {}
+    path = destination.path
+    found = {} if destination.sidecars is None else destination.sidecars.read()
     there = storage_of(path).list_names(path) if storage_of(path).find(path).kind == "directory" else []
     copied = own_sidecars(path)
     own = {*copied, *folders_of(copied), *filter(is_save_name, there)}
@@ -488,6 +487,4 @@ def _read_sidecars(destination: Destination) -> dict[str, bytes]:
             return first in there
         return storage_of(path).find(join_path(path, first)).kind != "missing"
 
-    storage = storage_of(directory)
-    names = [name for name in list_sidecar_files(storage, directory) if name not in _NOT_COPIED and not is_users(name)]
-    return {name: read_sidecar(storage, directory, name) for name in names}
+    return {name: data for name, data in found.items() if name not in _NOT_COPIED and not is_users(name)}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding.checkpoint import open_checkpoint
+from raysharding.checkpoint.format import Sidecars
 from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
 from raysharding.distributed.saving.async_save import AsyncSaver
 from raysharding.distributed.saving.save import Destination
@@ -79,7 +80,7 @@ def fine_tune(root: Path) -> None:
     optimizer.step()
     dist.barrier()
     saver = AsyncSaver()
-    saver.save(module, Destination(str(root / "out"), True, None, str(root / "base")))
+    saver.save(module, Destination(str(root / "out"), True, None, Sidecars(str(root / "base"))))
     saver.settle()
 
 
