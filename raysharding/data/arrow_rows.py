@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
 _MAX_ELEMENTS: Final = 2**31 - 1
+_MIXED: Final = b"mixed"
 _named: Final = "the column {!r}".format
 
 
@@ -26,25 +27,21 @@ class ArrowRows(Sequence[dict[str, Any]]):
         Args:
             batches: Record batches of one schema.
         """
-        self._batches = [batch for batch in batches if batch.num_rows]
-
-    @property
-    def schema(self) -> Any:
-        """The pyarrow schema; `None` without rows."""
-        return self._batches[0].schema if self._batches else None
+        self.batches = [batch for batch in batches if batch.num_rows]
+        """The record batches with rows."""
 
     def __len__(self) -> int:
-        return sum(batch.num_rows for batch in self._batches)
+        return sum(batch.num_rows for batch in self.batches)
 
     def __getitem__(self, index: Any) -> Any:
-        for batch in self._batches:
+        for batch in self.batches:
             if index < batch.num_rows:
                 return _rows(batch.slice(index, 1))[0]
             index -= batch.num_rows
         raise IndexError(index)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self._batches:
+        for batch in self.batches:
             yield from _rows(batch)
 
 
@@ -136,6 +133,78 @@ def schema_from_text(text: str) -> Any:
     return arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(text)))
 
 
+def common_schema(schemas: Iterable[tuple[str, Any]]) -> Any:
+    """Return a pyarrow schema of the columns of all schemas, with types that hold the values of each.
+
+    A column without such a type is of nulls, which `mixed_types` tells from others. Columns of extension types, such as
+    tensors, are left out.
+
+    Args:
+        schemas: (where it was found, pyarrow schema) of each part of the data.
+    """
+    import pyarrow as arrow
+
+    fields: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    for where, schema in schemas:
+        for one in schema:
+            kind = one.type.value_type if arrow.types.is_dictionary(one.type) else one.type
+            if isinstance(kind, arrow.BaseExtensionType) or not isinstance(kind, arrow.DataType):
+                continue
+            known = fields.setdefault(one.name, arrow.field(one.name, kind))
+            first.setdefault(one.name, where)
+            if known.type == kind or known.metadata:
+                continue
+            both = [arrow.schema([known]), arrow.schema([(one.name, kind)])]
+            try:
+                fields[one.name] = arrow.unify_schemas(both, promote_options="permissive").field(0)
+            except arrow.ArrowException:
+                text = f"holds {known.type} in {first[one.name]}, and {kind} in {where}"
+                fields[one.name] = arrow.field(one.name, arrow.null(), metadata={_MIXED: text})
+    return arrow.schema(list(fields.values()))
+
+
+def mixed_types(field: Any) -> str:
+    """Return what types a column of `common_schema` has, if no one type holds its values; else an empty text."""
+    return str((field.metadata or {}).get(_MIXED, b""), "utf-8")
+
+
+def key_table(rows: Sequence[Any], types: Mapping[str, Any]) -> Any:
+    """Return columns of rows as a pyarrow table, without a step through Python; `None` if the rows are not Arrow's.
+
+    Args:
+        rows: Rows, or rows of several blocks.
+        types: Column → its pyarrow type in the result; `None` for that of its values.
+
+    Raises:
+        DataError: Values do not fit the type.
+    """
+    import pyarrow as arrow
+
+    batches = getattr(rows, "batches", None)
+    if batches is None or not types or any(name not in batch.schema.names for batch in batches for name in types):
+        return None
+    columns = {}
+    for name, kind in types.items():
+        parts = [batch.column(name) for batch in batches]
+        try:
+            columns[name] = arrow.chunked_array([one.cast(kind) if kind else _storable(one) for one in parts])
+        except arrow.ArrowException as error:
+            raise DataError(f"the column {name!r} of the data (keys=) is no {kind}: {str(error).strip()}") from error
+    return arrow.table(columns)
+
+
+def _storable(column: Any) -> Any:
+    """Return a column of tensors as one of lists; others unchanged."""
+    import pyarrow as arrow
+
+    if not isinstance(column.type, arrow.BaseExtensionType):
+        return column
+    values = column.to_pylist()
+    is_even = len({getattr(one, "shape", None) for one in values}) == 1
+    return _as_array(np.stack(values) if is_even and isinstance(values[0], np.ndarray) else values)
+
+
 def unify_schemas(schemas: Sequence[Any], maker: str = "the data") -> Any:
     """Return one pyarrow schema for tables of several, with types that hold the values of all.
 
@@ -184,7 +253,8 @@ def as_table(columns: Mapping[str, Any], types: Mapping[str, Any], named: Callab
     made = {}
     for name, values in columns.items():
         try:
-            made[name] = arrow.array(values, type=types[name]) if name in types else _as_array(values)
+            is_made = name not in types or isinstance(values, arrow.ChunkedArray)
+            made[name] = _as_array(values) if is_made else arrow.array(values, type=types[name])
         except (arrow.ArrowException, TypeError, ValueError) as error:
             raise DataError(f"{named(name)} cannot be written: {str(error).strip()}") from error
     return arrow.table(made)

@@ -10,6 +10,7 @@ from itertools import accumulate, chain, islice
 from typing import Any
 
 from raysharding.batch import incomplete_item, split_rows
+from raysharding.data.arrow_rows import ArrowRows, key_table
 from raysharding.data.order import Order, Piece
 from raysharding.data.part_files import Part
 from raysharding.data.source import BlockSource, Reader, Rows, Stream
@@ -94,11 +95,13 @@ def _stream(
 
 
 class _Joined(Sequence[Any]):
-    """Rows of several blocks, each made on access."""
+    """Rows of several blocks, each made on access; with `batches` as `ArrowRows`, if they are Arrow's."""
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
+        known = [part.batches for part in parts if isinstance(part, ArrowRows)]
+        self.batches = list(chain.from_iterable(known)) if len(known) == len(parts) else None
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -165,13 +168,6 @@ def _lane(source: BlockSource, order: Order, lane: int, first: int) -> Generator
             yield from (rows[place * size + row] for place in places for row in range(size))
 
 
-def first_rows(source: BlockSource) -> Sequence[Any]:
-    """Return the first row, in the reader's own sequence."""
-    block = next(block for block, rows in enumerate(source.block_rows) if rows)
-    with closing(source.read(block)) as reader:
-        return reader.take(1)
-
-
 def _first_item(source: BlockSource, order: Order) -> list[Any]:
     """Return the rows for ranks without rows, which do not count."""
     with closing(_Cursor(source)) as cursor:
@@ -190,6 +186,8 @@ class PartBatch:
     """The part that the rows are of; `None` for a rank that has no rows left, which takes part with a dummy row."""
     rows: list[Any]
     """Rows of the rank; a row of another rank if it has none."""
+    keys: Any
+    """pyarrow table of the rows' keys; `None` if the rows are not Arrow's."""
     places: Sequence[int]
     """Place of each row in its window."""
     counts: tuple[int, ...]
@@ -203,7 +201,14 @@ class PartBatch:
 
 
 def part_batches(
-    source: BlockSource, parts: Sequence[Part], num_rows: int, rank: int, world_size: int, *, by_length: bool
+    source: BlockSource,
+    parts: Sequence[Part],
+    num_rows: int,
+    rank: int,
+    world_size: int,
+    *,
+    by_length: bool,
+    keys: Mapping[str, Any],
 ) -> Iterator[PartBatch]:
     """Yield the rows of a rank for each forward; the same number of forwards on every rank. Not collective.
 
@@ -216,6 +221,10 @@ def part_batches(
         rank: This rank.
         world_size: Number of ranks.
         by_length: True to bring rows of like length together, in windows of 64 batches, the longest first.
+        keys: Columns that the batches have as `keys`, and their types; see `key_table`.
+
+    Raises:
+        DataError: Keys do not fit their types.
     """
     order = Order(source.block_rows, num_rows, shuffle=False, seed=0, epoch=0)
     dummy = _first_item(source, order)
@@ -223,17 +232,18 @@ def part_batches(
         for first in range(0, len(parts), world_size):
             wave = parts[first : first + world_size]
             sizes = [part.num_rows for part in wave] + [0] * (world_size - len(wave))
-            chosen = _rows_of(cursor, order, wave[rank], num_rows, by_length=by_length) if sizes[rank] else iter(())
+            options = num_rows, by_length, keys
+            chosen = _rows_of(cursor, order, wave[rank], *options) if sizes[rank] else iter(())
             num_steps = num_forwards(wave, num_rows, world_size)
             for step in range(num_steps):
                 counts = tuple(min(num_rows, max(0, size - step * num_rows)) for size in sizes)
                 ends_wave = step == num_steps - 1
                 if counts[rank]:
-                    rows, places, ends_window = next(chosen)
+                    rows, table, places, ends_window = next(chosen)
                     ends_part = (step + 1) * num_rows >= sizes[rank]
-                    yield PartBatch(wave[rank], rows, places, counts, ends_window, ends_part, ends_wave)
+                    yield PartBatch(wave[rank], rows, table, places, counts, ends_window, ends_part, ends_wave)
                 else:
-                    yield PartBatch(None, dummy, (), counts, False, False, ends_wave)
+                    yield PartBatch(None, dummy, None, (), counts, False, False, ends_wave)
 
 
 def num_forwards(parts: Sequence[Part], num_rows: int, world_size: int) -> int:
@@ -243,18 +253,20 @@ def num_forwards(parts: Sequence[Part], num_rows: int, world_size: int) -> int:
 
 
 def _rows_of(
-    cursor: _Cursor, order: Order, part: Part, num_rows: int, *, by_length: bool
-) -> Iterator[tuple[list[Any], Sequence[int], bool]]:
-    """Yield rows of a part, their places in their window, and True at the end of the window."""
+    cursor: _Cursor, order: Order, part: Part, num_rows: int, by_length: bool, keys: Mapping[str, Any]
+) -> Iterator[tuple[list[Any], Any, Sequence[int], bool]]:
+    """Yield rows of a part, their keys, their places in their window, and True at the end of the window."""
     end, window = part.start + part.num_rows, num_rows * (_WINDOW_BATCHES if by_length else 1)
     for start in range(part.start, end, window):
-        rows = list(cursor.take(order.pieces(start, min(start + window, end))))
+        found = cursor.take(order.pieces(start, min(start + window, end)))
+        rows, table = list(found), key_table(found, keys)
         places: Sequence[int] = range(len(rows))
         if by_length:
             places = sorted(places, key=lambda place: _length(rows[place]), reverse=True)
         for first in range(0, len(rows), num_rows):
             taken = places[first : first + num_rows]
-            yield [rows[place] for place in taken], taken, first + num_rows >= len(rows)
+            own = None if table is None else table.take(list(taken))
+            yield [rows[place] for place in taken], own, taken, first + num_rows >= len(rows)
 
 
 def _length(row: Any) -> int:

@@ -41,7 +41,8 @@ class KnownColumns:
             known: Columns to keep; `None`: all but text, of which no tensor can be made.
             also: Columns to keep beside those.
         """
-        self._also = also
+        self.also = also
+        """Columns that are kept beside those."""
         self.names = known
         """Columns that the model takes; `None`: all but text."""
         self.dropped: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class KnownColumns:
         Raises:
             DataError: No column is left.
         """
-        known, also = self.names, self._also
+        known, also = self.names, self.also
         kept = [
             name
             for name, is_text in columns.items()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Self
 
 from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote, normal_path
+from raysharding.data.arrow_rows import schema_from_text
 from raysharding.data.collate import KnownColumns
 from raysharding.data.source import BlockSource
 from raysharding.errors import DataError
 
-SUFFIXES = (".parquet", ".jsonl", ".csv", ".json")
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".json")
 """Endings of files of rows. Of a directory, the files with the first of these that it has are read."""
 _HANDLES = 32
 
@@ -39,6 +41,8 @@ class RowFiles(BlockSource):
     """Paths inside the file system, sorted."""
     columns: tuple[str, ...] | None
     """Columns to read; `None` for all. Other columns are not decoded, and where the format allows it not read."""
+    schema: str
+    """Serialized pyarrow schema of all files, as base64; see `common_schema`."""
     _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -67,6 +71,11 @@ class RowFiles(BlockSource):
             DataError: The first file is missing or differs.
         """
 
+    @property
+    def types(self) -> Any:
+        """See `BlockSource.types`."""
+        return schema_from_text(self.schema)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the source as a JSON value."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
@@ -90,6 +99,13 @@ class RowFiles(BlockSource):
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def check_names_differ(names: Sequence[str], file: str) -> None:
+    """Raise DataError if two columns of a file have one name: a row could hold only one of them."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"has more than one column {', '.join(map(repr, twice))}: rename or drop the others", path=file)
 
 
 def chosen_columns(source: DataPath, kinds: Mapping[str, str], known: KnownColumns | None) -> tuple[str, ...] | None:
@@ -132,8 +148,9 @@ def list_files(directory: str) -> tuple[str, ...]:
             cure = "check the spelling, and that the ranks' nodes see it"
             raise DataError(f"is not there, as rank 0 sees it: {cure}", path=directory)
         found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
-    hidden = ("_", ".")
-    shown = [one.path for one in found if one.is_file and not one.path.rpartition("/")[2].startswith(hidden)]
+    # As pyarrow's datasets do: .ipynb_checkpoints/, _temporary/, _delta_log/ and others hold no rows.
+    paths = [one.path for one in found if one.is_file]
+    shown = [path for path in paths if not re.search(r"(^|/)[._]", path[len(inside) :].lstrip("/"))]
     for suffix in SUFFIXES:
         files = tuple(sorted(path for path in shown if path.endswith(suffix)))
         if files:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysharding.data.arrow_rows import ArrowRows, as_table, has_unknown_type
-from raysharding.data.batches import first_rows
-from raysharding.data.files import RowFiles
+from raysharding.data.arrow_rows import as_table, common_schema, mixed_types
 from raysharding.data.hub_rows import HubRows
 from raysharding.data.source import BlockSource, Columns, SequenceRows
+from raysharding.errors import DataError
 
 
 def key_types(source: BlockSource, keys: Sequence[str]) -> Any:
@@ -24,7 +23,7 @@ def key_types(source: BlockSource, keys: Sequence[str]) -> Any:
         keys: Names of columns.
 
     Raises:
-        DataError: No type holds the values of a column.
+        DataError: No one type holds the values of a column.
     """
     import pyarrow as arrow
 
@@ -36,14 +35,11 @@ def key_types(source: BlockSource, keys: Sequence[str]) -> Any:
     if isinstance(rows, list | tuple):
         has = [name for name in keys if all(isinstance(row, Mapping) and name in row for row in rows)]
         return _inferred({name: [plain(row[name]) for row in rows] for name in has})
-    if rows is not None:
-        schema = _schema_of_features(rows)
-    else:
-        first = first_rows(source)
-        schema = first.schema if isinstance(first, ArrowRows) else ()
-    # A block of a Ray dataset may hold None alone where others hold values.
-    is_whole = rows is not None or isinstance(source, RowFiles)
-    known = [one for one in schema if one.name in keys and (is_whole or not has_unknown_type(one.type))]
+    schema = _schema_of_features(rows) if rows is not None else source.types
+    known = [one for one in schema or () if one.name in keys]
+    for one in known:
+        if mixed := mixed_types(one):
+            raise DataError(f"keys={list(keys)}: the column {one.name!r} {mixed}: write it with one type")
     return arrow.schema([(one.name, one.type) for one in known])
 
 
@@ -67,4 +63,4 @@ def _schema_of_features(rows: Any) -> Any:
     """Return the schema of a dataset of Hugging Face; empty for others, and where a transform makes other rows."""
     loaded = rows.loaded if isinstance(rows, HubRows) else rows
     schema = getattr(getattr(loaded, "features", None), "arrow_schema", None)
-    return () if schema is None or loaded.format["type"] == "custom" else schema
+    return () if schema is None or loaded.format["type"] == "custom" else common_schema([("", schema)])

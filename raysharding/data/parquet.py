@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import ArrowRows, check_whole, kind_of
+from raysharding.data.arrow_rows import ArrowRows, check_whole, common_schema, kind_of, schema_as_text
 from raysharding.data.collate import KnownColumns
-from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
+from raysharding.data.files import DataPath, RowFiles, check_names_differ, chosen_columns, reading
 from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
@@ -33,11 +33,12 @@ class ParquetFiles(RowFiles):
     ) -> Self:
         """Read the footers; see `RowFiles.open`."""
         directory = normal_path(source.path)
-        found = cls(directory, files, None, ())
+        found = cls(directory, files, None, "", ())
         groups: list[tuple[int, ...]] = []
         names: list[str] | None = None
         columns: tuple[str, ...] | None = None
         first: dict[str, str] = {}
+        schemas: list[tuple[str, Any]] = []
         for file in files:
             metadata = found._footer(file)
             groups.append(_group_rows(metadata))
@@ -45,8 +46,10 @@ class ParquetFiles(RowFiles):
             names = schema.names if names is None else names
             if schema.names != names:
                 raise DataError(f"has the columns {schema.names}, but {files[0]} has {names}", path=file)
+            check_names_differ(names, file)
             if not metadata.num_rows:
                 continue  # pandas writes no types for columns without values
+            schemas.append((file, schema))
             kinds = {one.name: kind_of(one.type) for one in schema}
             if not first:
                 first, columns = kinds, chosen_columns(source, kinds, known)
@@ -60,7 +63,7 @@ class ParquetFiles(RowFiles):
                     raise DataError(f"{what}: write all files with one schema", path=file)
         if not first:
             raise DataError("has no rows", path=directory)
-        return cls(directory, files, columns, tuple(groups))
+        return cls(directory, files, columns, schema_as_text(common_schema(schemas)), tuple(groups))
 
     def check_seen(self) -> None:
         """See `RowFiles.check_seen`. Reads one footer."""

@@ -39,6 +39,11 @@ class BlockSource(ABC):
     def read(self, block: int) -> Reader:
         """Return a reader at the first row of a block."""
 
+    @property
+    def types(self) -> Any:
+        """`common_schema` of all rows, if they are Arrow's; else `None`."""
+        return None
+
 
 class _SequenceReader(Reader):
     def __init__(self, rows: Any, start: int) -> None:

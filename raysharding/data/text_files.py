@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import TableReader, check_whole, kind_of, schema_as_text, schema_from_text
+from raysharding.data.arrow_rows import TableReader, check_whole, kind_of, schema_as_text
 from raysharding.data.collate import KnownColumns
-from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
+from raysharding.data.files import DataPath, RowFiles, check_names_differ, chosen_columns, reading
 from raysharding.data.source import Reader
 from raysharding.errors import DataError
+from raysharding.tree import leaves
 
-TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
 """Endings of the files that `TextFiles` opens."""
 _READ_BYTES = 8 << 20
 _BLOCK_BYTES = 256 << 10
 _BLOCK_ROWS = 512
+_MAX_ROW_BYTES = 64 << 20
+_BOM = b"\xef\xbb\xbf"
+_FIELD = rb'(?>"[^"]*+(?>""[^"]*+)*+"[^,\r\n]*+|(?!")[^,\r\n]*+)'
+_CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
+"""A row as pyarrow's parser of CSV ends it: a quote opens a field only at its beginning, and two in it are one."""
+_LONG_OR_PADDED = re.compile(rb"\d{16}|(?<![\w.])[+-]?0\d")
+"""Bytes that a block has where an integer in it is not exact as a float, or begins with 0."""
+_INTEGER = re.compile(r"[+-]?\d+")
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,6 @@ class TextFiles(RowFiles):
 
     blocks: tuple[tuple[int, int, int, int], ...]
     """Block → number of its file, first byte, number of bytes, number of rows."""
-    schema: str
-    """Serialized pyarrow schema of all blocks, as base64."""
 
     @classmethod
     def open(
@@ -42,32 +52,46 @@ class TextFiles(RowFiles):
     ) -> Self:
         """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
 
-        A column that is not read may hold values of any types.
+        A column that is not read may hold values of any types. Times and dates are text, as they are in the file. A
+        column of CSV is text if an integer in it begins with 0 or does not fit the type of the column.
         """
         import pyarrow as arrow
 
-        wanted = source.columns or (None if known is None else known.names)
+        read = None if known is None or known.names is None else {*known.names, *known.also}
+        wanted = source.columns or read
         directory = normal_path(source.path)
-        found = cls(directory, files, None, (), "")
+        found = cls(directory, files, None, "", ())
         blocks: list[tuple[int, int, int, int]] = []
         types: dict[str, Any] = {}
+        inexact: dict[str, str] = {}
         for number, file in enumerate(files):
             names: list[str] | None = None
+            line = 1
             for start, data in _blocks(found._handle(file), file):
-                with reading(file):
+                with _naming_lines(file, data, line):
                     table = _inferred(file, data, names, wanted)
                 if names is None and _is_csv(file):
                     names = table.schema.names
+                    check_names_differ(names, file)
                     if types and names != list(types):
                         raise DataError(f"has the columns {names}, but {files[0]} has {list(types)}", path=file)
                 _merge(types, table.schema, file, wanted)
+                for name, value in _unlike_numbers(file, data, table.schema, names):
+                    inexact.setdefault(name, f"{value}, in {file}")
                 blocks.append((number, start, len(data), table.num_rows))
+                line += data.count(b"\n")
         if not any(rows for *_, rows in blocks):
             raise DataError("has no rows", path=directory)
+        for name in inexact.keys() & (types.keys() if wanted is None else wanted):
+            if _is_csv(files[0]):
+                types[name] = arrow.string()
+            elif "floats" in kind_of(types[name]):
+                what = f"the column {name!r} holds floats and an integer that is no float, {inexact[name]}"
+                raise DataError(f"{what}: write it as text, or as an integer within int64", path=directory)
         kinds = {name: kind_of(kind) for name, kind in types.items()}
         columns = chosen_columns(source, kinds, known)
         check_whole({name: kinds[name] for name in columns or kinds}, whole or (), path=directory)
-        return cls(directory, files, columns, tuple(blocks), schema_as_text(arrow.schema(types)))
+        return cls(directory, files, columns, schema_as_text(arrow.schema(types)), tuple(blocks))
 
     def check_seen(self) -> None:
         """See `RowFiles.check_seen`. Reads the size of the first file, which may have grown."""
@@ -91,7 +115,7 @@ class TextFiles(RowFiles):
         """
         number, start, num_bytes, rows = self.blocks[block]
         file = self.files[number]
-        schema = schema_from_text(self.schema)
+        schema = self.types
         with reading(file):
             data = self._handle(file).read_at(num_bytes, start)
             is_first = block == 0 or self.blocks[block - 1][0] != number
@@ -107,41 +131,85 @@ def _is_csv(file: str) -> bool:
 
 
 def _blocks(handle: Any, file: str) -> Iterator[tuple[int, bytes]]:
-    """Yield first byte and contents of the blocks of a file, whole lines each."""
+    """Yield first byte and contents of the blocks of a file, whole rows each."""
     begin, rest, size = 0, b"", handle.size()
     while begin < size:
+        if len(rest) > _MAX_ROW_BYTES:
+            what = f"has a row of over {_MAX_ROW_BYTES >> 20} MiB that begins at byte {begin}"
+            raise DataError(f"{what}: is a quote not closed?", path=file)
         with reading(file):
             more = handle.read_at(_READ_BYTES, begin + len(rest))
         if not more:
             raise DataError("became shorter while it was read", path=file)
         data, start = rest + more, 0
-        for end in _cuts(data, is_quoted=_is_csv(file), is_last=begin + len(data) >= size):
+        for end in _cuts(data, _row_ends(file, data, begin), is_last=begin + len(data) >= size):
             yield begin + start, data[start:end]
             start = end
         begin, rest = begin + start, data[start:]
 
 
-def _cuts(data: bytes, *, is_quoted: bool, is_last: bool) -> Iterator[int]:
-    """Yield the ends of the blocks of some bytes that begin with a line; the last line may be incomplete.
+def _row_ends(file: str, data: bytes, begin: int) -> Any:
+    """Return the ends of the whole rows of some bytes of a file, which begin with a row at byte `begin`; int64 [rows].
+
+    A row of CSV may hold newlines in quotes. The last row of the file may lack a newline, and is then left out.
+    """
+    if not _is_csv(file) or (b'"' not in data and b"\n" in data):
+        return np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n")) + 1
+    ends: list[int] = []
+    start = len(_BOM) if begin == 0 and data.startswith(_BOM) else 0
+    while match := _CSV_ROW.match(data, start):
+        start = match.end()
+        ends.append(start)
+    return np.array(ends, dtype=np.int64)
+
+
+def _cuts(data: bytes, ends: Any, *, is_last: bool) -> Iterator[int]:
+    """Yield the ends of the blocks of some bytes that begin with a row.
 
     Args:
         data: The bytes.
-        is_quoted: True if a newline in double quotes ends no line.
-        is_last: True at the end of the file, which ends a line.
+        ends: Ends of the whole rows.
+        is_last: True at the end of the file, which ends a row.
     """
-    values = np.frombuffer(data, dtype=np.uint8)
-    is_end = values == ord("\n")
-    if is_quoted:
-        is_end &= np.cumsum(values == ord('"')) % 2 == 0
-    if is_last:
-        is_end[-1] = True
-    ends = np.flatnonzero(is_end) + 1
+    if is_last and (not len(ends) or ends[-1] < len(data)):
+        ends = np.append(ends, len(data))
     start = first = 0
     while first < len(ends):
         within = int(np.searchsorted(ends, start + _BLOCK_BYTES, side="right"))
         first = max(first + 1, min(within, first + _BLOCK_ROWS))
         start = int(ends[first - 1])
         yield start
+
+
+@contextmanager
+def _naming_lines(file: str, data: bytes, line: int) -> Iterator[None]:
+    """Convert an error of pyarrow, which counts rows of the block, into one that names the line of the file.
+
+    Args:
+        file: Path of the file.
+        data: The block.
+        line: Number of its first line, from 1.
+    """
+    import pyarrow as arrow
+
+    try:
+        with reading(file):
+            yield
+    except DataError as error:
+        cause = error.__cause__
+        match = re.search(r"(?:Row #|in row )(\d+)(: )?", str(cause)) if isinstance(cause, arrow.ArrowInvalid) else None
+        if match is None:
+            raise
+        starts = [0, *_row_ends(file, data, 1).tolist()]
+        # Rows of CSV are counted from 1, those of JSON from 0; neither counts empty lines.
+        rows = [start for start in starts if data[start : start + 1] not in (b"\n", b"\r", b"")]
+        place = rows[min(int(match[1]) - _is_csv(file), len(rows) - 1)]
+        text = str(cause).replace(match[0], "").strip().rstrip(",")
+        is_array = not _is_csv(file) and data.lstrip().startswith(b"[")
+        hint = "; write a JSON array as lines, pandas.read_json(path).to_json(other, orient='records', lines=True)"
+        raise DataError(
+            f"cannot be read: line {line + data[:place].count(10)}: {text}{hint * is_array}", path=file
+        ) from cause
 
 
 def _parsed(file: str, data: bytes, names: list[str] | None, schema: Any, columns: Collection[str] | None) -> Any:
@@ -198,21 +266,54 @@ def _inferred(file: str, data: bytes, names: list[str] | None, wanted: Collectio
         return _parsed(file, "\n".join(map(json.dumps, kept)).encode(), names, None, None)
 
 
+def _unlike_numbers(file: str, data: bytes, schema: Any, names: list[str] | None) -> Iterator[tuple[str, str]]:
+    """Yield (column, value) of an integer in a block that int64 or float64 would change, or that begins with 0."""
+    import pyarrow as arrow
+
+    if not _LONG_OR_PADDED.search(data):
+        return
+    if _is_csv(file):
+        texts = arrow.schema([(one.name, arrow.string()) for one in schema])
+        columns = _parsed(file, data, names, texts, None).to_pydict().items()
+    else:
+        rows = [json.loads(line) for line in data.splitlines() if line.strip()]
+        columns = {name: [leaf for row in rows for _, leaf in leaves(row.get(name))] for name in schema.names}.items()
+    for name, values in columns:
+        whole = [one for one in values if type(one) is int or (_is_csv(file) and _INTEGER.fullmatch(one))]
+        unlike = (one for one in whole if re.match(r"[+-]?0\d", str(one)) or not _is_exact(int(one)))
+        yield from ((name, one) for one in islice(unlike, 1))
+
+
+def _is_exact(value: int) -> bool:
+    """Return True if an integer fits int64, and float64 as well."""
+    return -(2**63) <= value < 2**63 and int(float(value)) == value
+
+
+def _without_times(kind: Any) -> Any:
+    """Return a type in which what pyarrow takes for times and dates is text, at any depth."""
+    import pyarrow as arrow
+
+    if arrow.types.is_list(kind):
+        return arrow.list_(_without_times(kind.value_type))
+    if arrow.types.is_struct(kind):
+        return arrow.struct([(one.name, _without_times(one.type)) for one in kind])
+    return arrow.string() if arrow.types.is_temporal(kind) else kind
+
+
 def _merge(types: dict[str, Any], schema: Any, file: str, wanted: Collection[str] | None) -> None:
     """Widen the types of the wanted columns so that they hold the values of one more block."""
     import pyarrow as arrow
 
     for one in schema:
-        before = types.setdefault(one.name, one.type)
-        if before == one.type or (wanted is not None and one.name not in wanted):
+        kind = _without_times(one.type)
+        before = types.setdefault(one.name, kind)
+        if before == kind or (wanted is not None and one.name not in wanted):
             continue
-        both = [arrow.schema([(one.name, kind)]) for kind in (before, one.type)]
+        both = [arrow.schema([(one.name, known)]) for known in (before, kind)]
         try:
             types[one.name] = arrow.unify_schemas(both, promote_options="permissive").field(0).type
         except arrow.ArrowException as error:
-            # Text that looks like a time is one in some blocks; values of CSV are all text.
-            is_time = any(map(arrow.types.is_temporal, (before, one.type)))
-            if not _is_csv(file) and not (is_time and arrow.string() in (before, one.type)):
-                what = f"the column {one.name!r} holds {kind_of(one.type)}, and {kind_of(before)} in earlier rows"
+            if not _is_csv(file):
+                what = f"the column {one.name!r} holds {kind_of(kind)}, and {kind_of(before)} in earlier rows"
                 raise DataError(what, path=file) from error
-            types[one.name] = arrow.string()
+            types[one.name] = arrow.string()  # values of CSV are all text

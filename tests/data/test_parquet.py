@@ -119,7 +119,10 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
     [
         (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
         (lambda folder: folder / "notes.txt", "cannot be read: .*Parquet"),
-        (lambda folder: (folder / "empty").mkdir() or folder / "empty", "holds no .parquet, .jsonl, .csv, .json file"),
+        (
+            lambda folder: (folder / "empty").mkdir() or folder / "empty",
+            "holds no .parquet, .jsonl, .ndjson, .csv, .json file",
+        ),
     ],
 )
 def test_what_is_no_data_is_named(directory: Path, make: Any, said: str) -> None:

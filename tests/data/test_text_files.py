@@ -5,12 +5,25 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
-from raysharding.data import DataPath, KnownColumns, TextFiles, epoch_batches, hub_name, list_files
+from raysharding.data import (
+    DataPath,
+    KnownColumns,
+    ParquetFiles,
+    TextFiles,
+    epoch_batches,
+    hub_name,
+    list_files,
+    text_files,
+)
 from raysharding.errors import DataError
 
 NUM_ROWS = 1500
@@ -96,10 +109,14 @@ def test_a_long_line_is_a_block(tmp_path: Path) -> None:
 
 def test_what_is_no_data_is_named(tmp_path: Path, csv_file: Path) -> None:
     for name, text, said in (
-        ("a.jsonl", "[1, 2]", "a.jsonl: cannot be read: JSON parse error"),
-        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "b.jsonl: cannot be read: JSON parse error: .*x"),
+        (
+            "a.jsonl",
+            "[1, 2]",
+            r"a.jsonl: cannot be read: line 1: JSON parse error: .* write a JSON array as lines, pandas",
+        ),
+        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "b.jsonl: cannot be read: line 2: JSON parse error: .*x"),
         ("c.jsonl", "", "c.jsonl: has no rows"),
-        ("d.csv", "a,b\n1\n", "d.csv: cannot be read: CSV parse error"),
+        ("d.csv", "a,b\n1\n", "d.csv: cannot be read: line 2: CSV parse error"),
         (
             "e.jsonl",
             '{"x": 1}\n' * 512 + '{"x": "one"}',
@@ -160,3 +177,125 @@ def test_a_column_that_is_not_read_may_change_its_type(tmp_path: Path, csv_file:
     path.write_text('{"number": 1}\n{"number": 2, "extra": }\n')
     with pytest.raises(DataError, match="JSON parse error"):
         opened(path, "number")
+
+
+FIELDS = [
+    "x",
+    "",
+    'x"y',
+    '"x"',
+    '"x\ny"',
+    '"x""y"',
+    '"x"y',
+    ' "x"',
+    '"x,y"',
+    "x'",
+    '"x\r\n"',
+    '"""x"',
+    '"x\n""y"',
+    'x""',
+]
+
+
+def test_blocks_of_csv_are_cut_as_pyarrow_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over quotes, line ends, a mark at the beginning, empty lines, and blocks and reads of any size."""
+    drawn = random.Random(0)
+    for case in range(300):
+        ends = drawn.choice((["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\n\n"]))
+        lines = [f"{drawn.choice(FIELDS)},{drawn.choice(FIELDS)}" for _ in range(drawn.randrange(1, 40))]
+        text = "".join(line + drawn.choice(ends) for line in ("a,b", *lines))
+        path = tmp_path / f"{case}.csv"
+        path.write_bytes(drawn.choice((b"", b"\xef\xbb\xbf")) + text[: None if case % 3 else -1].encode())
+        for name, value in (("_READ_BYTES", drawn.randrange(1, 200)), ("_BLOCK_BYTES", drawn.randrange(1, 100))):
+            monkeypatch.setattr(text_files, name, value)
+        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        kinds = pyarrow.csv.ConvertOptions(column_types={"a": pyarrow.string(), "b": pyarrow.string()})
+        expected = pyarrow.csv.read_csv(path, parse_options=options, convert_options=kinds).to_pylist()
+        if expected:
+            found = rows_of(opened(path))
+            assert [{name: one or "" for name, one in row.items()} for row in found] == expected, path.read_bytes()
+
+
+def test_errors_name_the_line_of_the_file(tmp_path: Path) -> None:
+    lines = [json.dumps({"x": number}) for number in range(3000)]
+    broken = {"a.jsonl": [*lines[:2500], '{"x": }', *lines], "b.jsonl": [*lines[:1000], "", '{"x": 1', *lines]}
+    broken["c.csv"] = ["x,y", '"two\nlines",1', *(f"{number},1" for number in range(2000)), "1,2,3"]
+    for name, (text, number) in {
+        name: (text, place) for (name, text), place in zip(broken.items(), (2501, 1002, 2004), strict=True)
+    }.items():
+        (tmp_path / name).write_text("\n".join(text))
+        with pytest.raises(DataError, match=f"{name}: cannot be read: line {number}: (JSON|CSV) parse error"):
+            opened(tmp_path / name)
+
+
+def test_a_quote_that_is_not_closed_does_not_take_the_file_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "_READ_BYTES", 1 << 12)
+    monkeypatch.setattr(text_files, "_MAX_ROW_BYTES", 1 << 16)
+    (tmp_path / "rows.csv").write_text('a,b\n1,"2\n' + "1,2\n" * 100_000)
+    with pytest.raises(DataError, match=r"a row of over 0 MiB that begins at byte 4: is a quote not closed\?"):
+        opened(tmp_path / "rows.csv")
+
+
+def test_text_and_integers_stay_what_they_are(tmp_path: Path) -> None:
+    """pyarrow takes texts for times and integers for floats, in one block or from one to the next."""
+    filler: list[dict[str, Any]] = [{}] * 600
+    columns: dict[str, list[Any]] = {
+        "date": ["2026-01-01", "2026-01-01 10:00:00", "x"],
+        "nested": [["2026-01-01"], [], ["2026-01-01T10:00:00Z"]],
+        "number": [2**53 + 1, -1, 2**63 - 1],
+        "weight": [0.5, 3, 2**53],
+    }
+    rows = [{name: values[index] for name, values in columns.items()} for index in range(3)]
+    path = tmp_path / "rows.jsonl"
+    for parts in (rows, [rows[0], *filler, rows[1], *filler, rows[2]]):
+        path.write_text("\n".join(map(json.dumps, parts)))
+        found = [row for row in rows_of(opened(path)) if row["date"] is not None]
+        assert [{**row, "nested": list(row["nested"])} for row in found] == rows
+    for apart in (0, 600):
+        lines = [{"x": 0.5, "y": 1}, *({"x": 1},) * apart, {"x": [2**53 + 1][0], "y": 2}]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(
+            DataError, match=f"the column 'x' holds floats and an integer that is no float, {2**53 + 1}, in"
+        ):
+            opened(path)
+        assert [row["y"] for row in rows_of(opened(path, "y")) if row["y"]] == [1, 2]
+    path.write_text(json.dumps({"x": 2**64}))
+    with pytest.raises(DataError, match=str(2**64)):
+        opened(path)
+
+
+def test_csv_codes_are_text(tmp_path: Path) -> None:
+    texts = {
+        "code": ["1", "00001"],
+        "large": [str(2**64), "1"],
+        "mixed": [str(2**53 + 1), "0.5"],
+        "date": ["2026-01-01", "1"],
+    }
+    path = tmp_path / "rows.csv"
+    for apart in (0, 1200):
+        lines = [",".join(values[0] for values in texts.values()), *["2,2,2,2"] * apart]
+        lines.append(",".join(values[1] for values in texts.values()))
+        path.write_text("\n".join([",".join(texts), *lines]))
+        rows = rows_of(opened(path))
+        for name, values in texts.items():
+            assert [rows[0][name], rows[-1][name]] == values, name
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    table = pyarrow.table([[1], [2], [3]], names=["x", "y", "x"])
+    pyarrow.csv.write_csv(table, path) if suffix == "csv" else pyarrow.parquet.write_table(table, path)
+    source = TextFiles if suffix == "csv" else ParquetFiles
+    with pytest.raises(DataError, match="has more than one column 'x': rename or drop the others"):
+        source.open(DataPath(str(path)), (str(path),), (), None)
+
+
+def test_hidden_folders_hold_no_rows(tmp_path: Path) -> None:
+    root = tmp_path / "_kept" / ".here"
+    for folder in ("", "more", ".ipynb_checkpoints", "_temporary/0", "more/.hidden/deep"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / "rows.jsonl").write_text('{"x": 1}')
+    assert list_files(str(root)) == (str(root / "more" / "rows.jsonl"), str(root / "rows.jsonl"))

@@ -336,7 +336,8 @@ class Prediction:
         """Yield the items of the reader thread."""
         where = (self._todo, self._share, self._rank, self._world_size)
         collate = self._plan.collate or self._collate
-        for taken in part_batches(self._source, *where, by_length=self._plan.by_length):
+        keys = {name: self._key_types.get(name) for name in self._plan.keys}
+        for taken in part_batches(self._source, *where, by_length=self._plan.by_length, keys=keys):
             try:
                 batch = rank_batch(collate, self._rank, taken.rows, taken.counts).collated()
             except DataError:
@@ -383,7 +384,10 @@ class Prediction:
             types = {**types, "generated": as_table({"generated": output[:0]}, {}).schema.field("generated").type}
         else:
             columns = {"logits": last_logits(output, batch.kwargs.get("attention_mask"))}
-        return as_table({**key_columns(taken.rows, plan.keys), **columns}, types, plan.named)
+        keys = (
+            key_columns(taken.rows, plan.keys) if taken.keys is None else {name: taken.keys[name] for name in plan.keys}
+        )
+        return as_table({**keys, **columns}, types, plan.named)
 
     def _columns_of_fn(self, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch) -> Mapping[str, Any]:
         try:

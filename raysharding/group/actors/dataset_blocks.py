@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raysharding.data import BlockSource, Reader, TableReader
+from raysharding.data import BlockSource, Reader, TableReader, schema_from_text
 from raysharding.errors import DataError
 
 _FETCH_S = 60.0
@@ -38,11 +38,18 @@ class DatasetBlocks(BlockSource):
     """Number of rows of each block."""
     columns: tuple[str, ...] | None
     """Columns to read; `None` for all."""
+    schema: str
+    """Serialized `common_schema` of the blocks, as base64."""
 
     @property
     def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Number of rows of each block."""
         return np.array(self.rows, dtype=np.int64)
+
+    @property
+    def types(self) -> Any:
+        """See `BlockSource.types`."""
+        return schema_from_text(self.schema)
 
     def read(self, block: int) -> Reader:
         """Return a reader at the first row of a block, which the ranks of a node share in memory.

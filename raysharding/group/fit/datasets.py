@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -17,7 +17,18 @@ import ray
 
 from raysharding.arguments import check_names
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data import DataPath, Rows, Stream, check_whole, hub_name, kind_of, rows_of
+from raysharding.data import (
+    DataPath,
+    Rows,
+    Stream,
+    check_whole,
+    common_schema,
+    hub_name,
+    kind_of,
+    mixed_types,
+    rows_of,
+    schema_as_text,
+)
 from raysharding.errors import DataError, GroupError
 from raysharding.group.actors import DatasetBlocks
 from raysharding.group.ranks import Member
@@ -119,7 +130,7 @@ def refuse_iterable(source: Rows | DataPath) -> None:
 
 
 def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> DatasetHandle:
-    computing: Future[tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]] = Future()
+    computing: Future[tuple[tuple[ray.ObjectRef, ...], Sequence[tuple[int, Any]]]] = Future()
 
     def compute() -> None:
         try:
@@ -129,7 +140,7 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
 
     threading.Thread(target=compute, name="raysharding-dataset", daemon=True).start()
     try:
-        kinds, refs, rows = computing.result(timeout_s)
+        refs, found = computing.result(timeout_s)
     except FutureTimeoutError:
         free = ray.available_resources().get("CPU", 0)
         raise DataError(
@@ -139,29 +150,31 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
         ) from None
     except ray.exceptions.RayError as error:
         raise DataError(f"the Ray dataset cannot be computed: {error}") from error
+    rows, schemas = tuple(number for number, _ in found), [schema for _, schema in found]
+    schema = common_schema((f"block {index}", one) for index, one in enumerate(schemas))
+    known = [*(one for schema in schemas for one in schema), *(one for one in schema if not mixed_types(one))]
+    kinds = {one.name: kind_of(one.type) for one in known}
     missing = [name for name in columns or () if name not in kinds]
     if missing:
         raise DataError(f"the Ray dataset has no column {', '.join(map(repr, missing))}: it has {list(kinds)}")
     check_whole(kinds, [name for name in whole if columns is None or name in columns])
     if not any(rows):
         raise DataError("the Ray dataset has no rows")
-    return DatasetHandle(DatasetBlocks(os.urandom(8).hex(), rows, columns), refs)
+    return DatasetHandle(DatasetBlocks(os.urandom(8).hex(), rows, columns, schema_as_text(schema)), refs)
 
 
-def _computed(dataset: Any) -> tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:
-    """Return column → kind of its values, the blocks in the dataset's own order, and the number of rows of each."""
+def _computed(dataset: Any) -> tuple[tuple[ray.ObjectRef, ...], Sequence[tuple[int, Any]]]:
+    """Return the blocks in the dataset's own order, and the number of rows and the schema of each."""
     options = dataset.context.execution_options
     kept = options.preserve_order
     options.preserve_order = True  # otherwise blocks come in the order in which their tasks end
     try:
-        schema = dataset.schema()
         refs = tuple(dataset.to_arrow_refs())
     finally:
         options.preserve_order = kept
-    kinds = {name: kind_of(kind) for name, kind in zip(schema.names, schema.types, strict=True)}
-    return kinds, refs, tuple(ray.get([_num_rows.remote(ref) for ref in refs]))
+    return refs, ray.get([_facts.remote(ref) for ref in refs])
 
 
 @ray.remote(num_cpus=0)
-def _num_rows(table: Any) -> int:
-    return int(table.num_rows)
+def _facts(table: Any) -> tuple[int, Any]:
+    return int(table.num_rows), table.schema
