@@ -28,7 +28,7 @@ from raysharding.data.batches import (
     part_batches,
 )
 from raysharding.data.collate import KnownColumns, rank_batch
-from raysharding.data.files import DataPath, RowFiles, list_files
+from raysharding.data.files import DataPath, RowFiles, is_path, list_all_files, list_files
 from raysharding.data.fingerprint import as_json, fingerprint, rows_fingerprint
 from raysharding.data.hub_rows import hub_name
 from raysharding.data.key_types import key_types, plain

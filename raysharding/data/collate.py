@@ -55,10 +55,11 @@ class KnownColumns:
             DataError: No column is left.
             ValueError: As `default_collate` raises.
         """
-        return default_collate([self._kept_of(row) if isinstance(row, Mapping) else row for row in rows])
+        texts = {name for row in rows if isinstance(row, Mapping) for name, one in row.items() if isinstance(one, str)}
+        return default_collate([self._kept_of(row, texts) if isinstance(row, Mapping) else row for row in rows])
 
-    def _kept_of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {name: row[name] for name in self.kept({name: isinstance(one, str) for name, one in row.items()})}
+    def _kept_of(self, row: Mapping[str, Any], texts: Collection[str]) -> Mapping[str, Any]:
+        return {name: row[name] for name in self.kept({name: name in texts for name in row})}
 
     def kept(self, columns: Mapping[str, bool]) -> list[str]:
         """Return the columns that the model takes, and note that the others are dropped.
@@ -91,10 +92,11 @@ def _as_tensors(value: Any) -> Any:
     elif isinstance(value, tuple):
         return tuple(_as_tensors(one) for one in value)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        value = torch.tensor(value)
+        # torch computes with no other unsigned integers than uint8.
+        value = torch.tensor(value.astype(np.int64) if value.dtype.kind == "u" else value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+    if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool):
         return value.long()
     return value.to(torch.get_default_dtype()) if value.dtype is torch.float64 else value
 
@@ -106,12 +108,19 @@ def _tensor(value: list[Any]) -> Any:
         return value  # lists of unequal lengths: torch's stack raises
 
 
-def _misfit(rows: Sequence[Any]) -> str:
-    """Return a text about the first column that does not stack; empty without one."""
+def null_in(rows: Sequence[Any]) -> str:
+    """Return a text about the first null in the rows of a batch; empty without one."""
     for index, row in enumerate(rows):
         null = next((path for path, leaf in leaves(row, "row") if leaf is None), None)
         if null is not None:
             return f"{null} is null in row {index} of the batch: fill such values in, or leave their rows out"
+    return ""
+
+
+def _misfit(rows: Sequence[Any]) -> str:
+    """Return a text about the first column that does not stack; empty without one."""
+    if null := null_in(rows):
+        return null
     for path, first in leaves(rows[0], "row"):
         for row in rows[1:]:
             other = dict(leaves(row, "row")).get(path)
@@ -136,5 +145,15 @@ def rank_batch(
         counts: Number of rows of each rank.
         rows_per_item: Number of consecutive rows that belong together; see `Split`.
     """
-    split = Split(rows, rows_per_item=rows_per_item, collate=collate)
+
+    def collate_or_name(rows: list[Any]) -> Any:
+        try:
+            return collate(rows)
+        except (TypeError, ValueError) as error:  # as tokenizers raise for a null among texts
+            null = "" if isinstance(error, DataError) else null_in(rows)
+            if not null or null in str(error):
+                raise
+            raise ValueError(f"{error}; {null}") from error
+
+    split = Split(rows, rows_per_item=rows_per_item, collate=collate_or_name)
     return RankBatch((split,), num_rows=counts[rank], rows=counts, rows_per_item=rows_per_item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,6 +20,12 @@ from raysharding.errors import DataError
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".json")
 """Endings of files of rows. Of a directory, the files with the first of these that it has are read."""
 _HANDLES = 32
+_CURES = {
+    ".gz .bz2 .zst .xz .zip": "it is compressed, and rows are read by ranges of bytes: decompress it, or write Parquet",
+    ".arrow .feather": "write Parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(path), other)",
+    ".txt .tsv .xlsx .pkl": "write Parquet: pandas.DataFrame(rows).to_parquet(other)",
+}
+"""Endings of files that hold rows and are not read → what to do."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class DataPath:
     """A file, or a directory of files: a local path or a URI."""
     columns: tuple[str, ...] | None = None
     """Columns to read; `None` for all."""
+    others: tuple[str, ...] = ()
+    """Paths of files or directories whose rows follow."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,27 @@ def chosen_columns(source: DataPath, kinds: Mapping[str, str], known: KnownColum
     return tuple(known.kept({name: kinds[name] == "text" for name in source.columns or kinds}))
 
 
+def is_path(data: Any) -> bool:
+    """Return True for a path object, and for a text with the ending of a file of rows; other texts may be rows."""
+    return isinstance(data, os.PathLike) or (isinstance(data, str) and data.endswith(SUFFIXES))
+
+
+def list_all_files(source: DataPath) -> tuple[str, ...]:
+    """Return `list_files` of every path of a source, in the order of the paths.
+
+    Raises:
+        DataError: There are none, or they are in different file systems or of different formats.
+    """
+    paths = [normal_path(path) for path in (source.path, *source.others)]
+    stores = {(path.partition("://")[0], path.partition("?")[2]) if is_remote(path) else "a disk" for path in paths}
+    files = tuple(file for path in paths for file in list_files(path))
+    endings = {next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "") for file in files}
+    if len(stores) > 1 or len(endings) > 1:
+        what = f"and the {len(source.others)} paths after it are not of one kind: {', '.join(sorted(endings))}"
+        raise DataError(f"{what}: give files of one format, in one file system", path=paths[0])
+    return files
+
+
 def list_files(directory: str) -> tuple[str, ...]:
     """Return the paths of the files of rows inside their file system, sorted; all have the same suffix.
 
@@ -143,6 +173,8 @@ def list_files(directory: str) -> tuple[str, ...]:
         system, inside = connected(directory)
         info = system.get_file_info(inside)
         if info.type == arrow_fs.FileType.File:
+            if cure := _cure(inside):
+                raise DataError(f"ends in none of {', '.join(SUFFIXES)}: {cure}", path=directory)
             return (inside,)
         if info.type == arrow_fs.FileType.NotFound:
             cure = "check the spelling, and that the ranks' nodes see it"
@@ -155,7 +187,14 @@ def list_files(directory: str) -> tuple[str, ...]:
         files = tuple(sorted(path for path in shown if path.endswith(suffix)))
         if files:
             return files
-    raise DataError(f"holds no {', '.join(SUFFIXES)} file", path=directory)
+    others = next((f"; of {path}: {cure}" for path in shown if (cure := _cure(path))), "")
+    raise DataError(f"holds no {', '.join(SUFFIXES)} file that is not hidden{others}", path=directory)
+
+
+def _cure(path: str) -> str:
+    """Return what to do with a file of an ending that is not read; empty for any other file."""
+    ending = os.path.splitext(path)[1]
+    return next((cure for endings, cure in _CURES.items() if ending in endings.split()), "") if ending else ""
 
 
 @lru_cache(maxsize=8)

@@ -55,7 +55,9 @@ class ParquetFiles(RowFiles):
                 first, columns = kinds, chosen_columns(source, kinds, known)
             if whole is None:
                 continue
-            own = {name: kinds[name] for name in columns or kinds}
+            # Keys of `predict` have the types of `common_schema`, and the model does not see them.
+            keys = () if known is None else {*known.also} - {*(known.names or ())}
+            own = {name: kinds[name] for name in columns or kinds if name not in keys}
             check_whole(own, whole, path=file)
             for name, kind in own.items():
                 if kind != first[name]:

@@ -11,8 +11,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from raysharding.data import DataPath, KnownColumns, ParquetFiles, epoch_batches, list_files
+from raysharding.data import DataPath, KnownColumns, ParquetFiles, epoch_batches, list_all_files, list_files, rank_batch
+from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.collate import default_collate
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
@@ -118,7 +120,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
     ("make", "said"),
     [
         (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
-        (lambda folder: folder / "notes.txt", "cannot be read: .*Parquet"),
+        (lambda folder: (folder / "notes").write_text("x") and folder / "notes", "cannot be read: .*Parquet"),
         (
             lambda folder: (folder / "empty").mkdir() or folder / "empty",
             "holds no .parquet, .jsonl, .ndjson, .csv, .json file",
@@ -186,6 +188,54 @@ def test_floats_where_the_model_takes_ids_are_refused_by_column(tmp_path: Path) 
 def test_nulls_are_refused_by_column(nulls: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match=r"row\['label'\].* is null in row [01] of the batch: fill such values in"):
         default_collate([{"ids": [1, 2], "label": null} for null in nulls])
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()])
+def test_unsigned_ids_become_those_that_embeddings_take(kind: Any) -> None:
+    rows = ArrowRows(
+        pa.table({"ids": pa.array([[1, 2], [3, 4]], pa.list_(kind)), "id": pa.array([5, 6], kind)}).to_batches()
+    )
+    batch = default_collate(list(rows))
+    assert {name: one.dtype for name, one in batch.items()} == {"ids": torch.int64, "id": torch.int64}
+    assert batch["ids"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_null_among_texts_is_named() -> None:
+    def tokenized(rows: list[Any]) -> Any:
+        return {"ids": torch.tensor([[len(row["text"])] for row in rows])}
+
+    rows = [{"text": "a", "x": 1}, {"text": None, "x": 2}]
+    with pytest.raises(
+        ValueError, match=r"'NoneType'.*; row\['text'\] is null in row 1 of the batch: fill such values"
+    ):
+        rank_batch(tokenized, 0, rows, (2,)).collated()
+    assert set(rank_batch(KnownColumns(None), 0, rows, (2,)).collated().kwargs) == {"x"}, "text is dropped as a column"
+
+
+def test_a_list_of_paths_is_read_in_its_order(tmp_path: Path) -> None:
+    for name, first in (("b", 0), ("a", 3)):
+        pq.write_table(table(first, 3), tmp_path / f"{name}.parquet")
+    (tmp_path / "c.csv").write_text("number\n1\n")
+    paths = [str(tmp_path / f"{name}.parquet") for name in ("b", "a")]
+    source = DataPath(paths[0], ("number",), (paths[1],))
+    files = list_all_files(source)
+    assert [row["number"] for row in rows_of(ParquetFiles.open(source, files, (), None), 1)] == list(range(6))
+    with pytest.raises(DataError, match=r"not of one kind: .csv, .parquet: give files of one format"):
+        list_all_files(DataPath(paths[0], None, (str(tmp_path / "c.csv"),)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("rows.jsonl.gz", "it is compressed"), ("rows.arrow", "pyarrow.feather.read_table"), ("rows.txt", "to_parquet")],
+)
+def test_other_files_of_rows_are_refused_with_what_to_write(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).write_bytes(b"rows")
+    for path, what in (
+        (tmp_path / name, "ends in none of .parquet"),
+        (tmp_path, "holds no .parquet, .* file that is not hidden; of"),
+    ):
+        with pytest.raises(DataError, match=f"{what}.*: .*{said}"):
+            list_files(str(path))
 
 
 def test_no_rows_are_refused(tmp_path: Path) -> None:

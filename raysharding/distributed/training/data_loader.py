@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from raysharding.arguments import check_int
 from raysharding.batch import Collate, RankBatch
-from raysharding.checkpoint.storage import normal_path
 from raysharding.data import (
     TEXT_SUFFIXES,
     BlockSource,
@@ -30,7 +29,7 @@ from raysharding.data import (
     TextFiles,
     check_whole_items,
     epoch_batches,
-    list_files,
+    list_all_files,
     rank_batch,
 )
 from raysharding.distributed.comm import (
@@ -339,7 +338,7 @@ def open_source(source: Rows | DataPath, whole: Sequence[str] | None, known: Kno
 
 
 def _open(source: DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> dict[str, Any]:
-    files = list_files(normal_path(source.path))
+    files = list_all_files(source)
     return _format_of(files).open(source, files, whole, known).as_dict()
 
 

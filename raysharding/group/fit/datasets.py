@@ -24,6 +24,7 @@ from raysharding.data import (
     check_whole,
     common_schema,
     hub_name,
+    is_path,
     kind_of,
     mixed_types,
     rows_of,
@@ -113,6 +114,9 @@ def dataset_handle(
         )
     if isinstance(data, str | os.PathLike) and named is None:
         return DatasetHandle(DataPath(normal_path(os.fspath(data)), chosen))
+    if isinstance(data, list | tuple) and data and all(map(is_path, data)):
+        first, *others = (normal_path(os.fspath(path)) for path in data)
+        return DatasetHandle(DataPath(first, chosen, tuple(others)))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
         return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -396,3 +398,75 @@ def test_the_example_finds_neighbours(
     with torch.no_grad():
         expected = pooled(transformers.AutoModel.from_pretrained(encoder).eval()(**batch), batch)["vector"]
     assert torch.allclose(torch.tensor(table["vector"].slice(0, 40).to_pylist()), expected, atol=1e-5)
+
+
+def keyed(keys: dict[str, Any], num_rows: int) -> pa.Table:
+    return pa.table({"input": pa.array([[0.5] * 8] * num_rows, pa.list_(pa.float32())), **keys})
+
+
+def test_keys_are_those_of_the_data_with_one_type(group: ShardedModelGroup, tmp_path: Path) -> None:
+    """Whatever the first file, block or batch holds of them, in files and Ray datasets, as tables and as files."""
+    first = {
+        "number": pa.array([2**53 + 1, 3]),
+        "weight": pa.array([1, 2]),
+        "time": pa.array([1, 86_399_999_999_999], pa.time64("ns")),
+        "stamp": pa.array([1, None], pa.timestamp("ns", "UTC")),
+        "late": pa.nulls(2),
+        "list": pa.array([[], []]),
+        "price": pa.array(["1.10", "2.20"]).cast(pa.decimal128(5, 2)),
+        "name": pa.array(["a", "b"]).dictionary_encode(),
+    }
+    second = {
+        **first,
+        "weight": pa.array([0.25, 0.5]),
+        "late": pa.array(["x", "y"]),
+        "list": pa.array([["z"], None]),
+        "price": pa.array(["10.125", "0"]).cast(pa.decimal128(9, 3)),
+        "name": pa.array(["c", "a"]),
+    }
+    types = {"weight": pa.float64(), "late": pa.string(), "list": pa.list_(pa.string()), "name": pa.string()}
+    types |= {"number": pa.int64(), "time": pa.time64("ns"), "stamp": pa.timestamp("ns", "UTC")}
+    (tmp_path / "data").mkdir()
+    for name, columns in (("a", first), ("b", second)):
+        pq.write_table(keyed({**columns, "unread": columns["number"] if name == "a" else columns["late"]}, 2),
+                       tmp_path / "data" / f"{name}.parquet")  # fmt: skip
+    blocks = [keyed(columns, 2) for columns in (first, second)]
+    expected = {name: pa.chunked_array([*(pa.array(one[name].to_pylist(), kind) for one in (first, second))])
+                for name, kind in types.items() if name not in ("time", "stamp")}  # fmt: skip
+    options: dict[str, Any] = {"batch_size": 2, "keys": list(first), "progress": False}
+    dataset = ray.data.from_arrow(blocks)
+    for number, data in enumerate((tmp_path / "data", dataset)):
+        for output in (None, tmp_path / f"out-{number}"):
+            found = group.predict(data, output=output, rows_per_file=2, **options)
+            found = read(output) if output is not None else found
+            for name, kind in types.items():
+                assert found.schema.field(name).type == kind, (name, data)
+                if name in expected:
+                    assert found[name].to_pylist() == expected[name].to_pylist(), (name, data)
+            assert found["time"].cast(pa.int64()).to_pylist() == [1, 86_399_999_999_999] * 2
+            assert found["stamp"].cast(pa.int64()).to_pylist() == [1, None] * 2
+            assert [str(one) for one in found["price"].to_pylist()] == ["1.100", "2.200", "10.125", "0.000"]
+    with pytest.raises(
+        DataError, match=r"keys=\['unread'\]: the column 'unread' holds int64 in .*a.parquet, and string"
+    ):
+        group.predict(tmp_path / "data", batch_size=2, keys=["unread"], progress=False)
+
+
+def test_keys_of_text_files_have_the_type_of_all_rows(group: ShardedModelGroup, tmp_path: Path) -> None:
+    rows = [
+        {"input": [0.5] * 8, "id": None if number < 600 else f"{number}", "unread": number} for number in range(1200)
+    ]
+    rows[-1]["unread"] = "text"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = group.predict(path, batch_size=400, keys=["id"], progress=False)
+    assert found["id"].to_pylist() == [row["id"] for row in rows]
+
+
+def test_tensors_are_keys(group: ShardedModelGroup) -> None:
+    images = np.arange(4 * 6, dtype=np.float32).reshape(4, 2, 3)
+    dataset = ray.data.from_numpy(images).rename_columns({"data": "image"})
+    dataset = dataset.zip(ray.data.from_numpy(np.ones((4, 8), np.float32)).rename_columns({"data": "input"}))
+    found = group.predict(dataset, batch_size=2, keys=["image"], progress=False)
+    assert found["image"].to_pylist() == images.tolist()
+    assert found.schema.field("image").type == pa.list_(pa.list_(pa.float32()))
