@@ -19,8 +19,9 @@ _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 class Fault:
     """What goes wrong, with which requests, and how often. The first rule that fits a request is carried out."""
 
-    kind: Literal["status", "reset", "stall"]
-    """`status`: the proxy answers, with an error; `reset`: the connection breaks in the body; `stall`: bytes stop."""
+    kind: Literal["status", "reset", "stall", "short"]
+    """`status`: the proxy answers, with an error; `reset`: the connection breaks in the body; `stall`: bytes stop;
+    `short`: the answer has half the bytes, and a `Content-Length` that fits them."""
     method: str = "GET"
     path: str = ""
     """Regular expression, searched for in the request's path and query."""
@@ -146,7 +147,9 @@ class FaultyProxy:
     def _send(
         self, handler: BaseHTTPRequestHandler, status: int, head: dict[str, str], data: bytes, fault: Fault | None
     ) -> None:
-        breaks = fault if fault is not None and fault.kind != "status" else None
+        breaks = fault if fault is not None and fault.kind in ("reset", "stall") else None
+        if fault is not None and fault.kind == "short":
+            data = data[: len(data) // 2]
         sent = data if handler.command != "HEAD" else b""
         if breaks is not None:
             sent = sent[: max(0, breaks.after_bytes)]

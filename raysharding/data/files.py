@@ -8,14 +8,13 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any, Self
 
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote, normal_path
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, normal_path, remote_storage
 from raysharding.data.arrow_rows import schema_from_text
 from raysharding.data.collate import KnownColumns
 from raysharding.data.source import BlockSource
-from raysharding.errors import DataError
+from raysharding.errors import CheckpointError, DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".json")
 """Endings of files of rows. Of a directory, the files with the first of these that it has are read."""
@@ -102,7 +101,8 @@ class RowFiles(BlockSource):
         if file not in self._handles:
             while len(self._handles) >= _HANDLES:
                 self._handles.pop(next(iter(self._handles)))
-            self._handles[file] = connected(self.directory)[0].open_input_file(file)
+            with reading(file):
+                self._handles[file] = connected(self.directory)[0].open_input_file(file)
         return self._handles[file]
 
 
@@ -197,11 +197,10 @@ def _cure(path: str) -> str:
     return next((cure for endings, cure in _CURES.items() if ending in endings.split()), "") if ending else ""
 
 
-@lru_cache(maxsize=8)
 def connected(directory: str) -> tuple[Any, str]:
-    """Return the file system of a directory, and the path inside the file system."""
+    """Return the file system of a directory (of a URI: `RemoteFileSystem`), and the path inside the file system."""
     if is_remote(directory):
-        return connect(directory, DEFAULT_REMOTE)
+        return remote_storage(DEFAULT_REMOTE).file_system(directory)
     import pyarrow.fs as arrow_fs
 
     return arrow_fs.LocalFileSystem(), directory
@@ -209,10 +208,12 @@ def connected(directory: str) -> tuple[Any, str]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Convert errors of pyarrow into a `DataError` that names the file."""
+    """Convert errors of storage and pyarrow into a `DataError` that names the file."""
     import pyarrow as arrow
 
     try:
         yield
+    except CheckpointError as error:
+        raise DataError(f"cannot be read: {error.message}", path=path) from error
     except (OSError, arrow.ArrowException) as error:
         raise DataError(f"cannot be read: {str(error).strip()}", path=path) from error

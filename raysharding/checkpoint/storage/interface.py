@@ -69,6 +69,12 @@ class Storage(Protocol):
     def put(self, path: str, data: bytes) -> None:
         """Write a whole small file. An object of a store appears as a whole."""
 
+    def remove(self, path: str) -> None:
+        """Remove a file; a missing one is not an error."""
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file another path in the same place; one that is there is replaced."""
+
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Call `function` with each item; concurrently where most of the time is spent waiting."""
 

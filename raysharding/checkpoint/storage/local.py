@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Final
 
@@ -131,7 +132,7 @@ class LocalStorage:
             try:
                 return _found(os.stat(path))
             except (FileNotFoundError, NotADirectoryError):
-                return Found("dangling" if os.path.lexists(path) else "missing")
+                return Found("dangling" if os.path.islink(path) else "missing")
 
     def list_names(self, directory: str) -> list[str]:
         """See `Storage`."""
@@ -175,6 +176,16 @@ class LocalStorage:
         """See `Storage`."""
         with os_errors("cannot be written", path), open(path, "wb") as file:
             file.write(data)
+
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
+        with os_errors("cannot be removed", path), suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def move(self, source: str, target: str) -> None:
+        """See `Storage`. A rename."""
+        with os_errors("cannot be renamed", source):
+            os.replace(source, target)
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """See `Storage`. Sequential: the time is spent in parsing, which holds the GIL."""

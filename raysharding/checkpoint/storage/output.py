@@ -123,7 +123,7 @@ class RemoteOutput:
         try:
             self._end()
             self._stream.close()
-            self._storage.remove_file(self._path)
+            self._storage.remove(self._path)
         except (OSError, CheckpointError):
             return  # the error that led to the abort is the one to report
 

@@ -8,12 +8,14 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
-from raysharding.checkpoint.storage.hub import HubFileSystem, model_path
+from raysharding.checkpoint.storage.hub import HubFile, HubFileSystem, model_path
+from raysharding.checkpoint.storage.input_file import InputFile
 from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
 from raysharding.checkpoint.storage.local import LocalStorage
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
-from raysharding.checkpoint.storage.uri import is_remote, join_path, split_path
+from raysharding.checkpoint.storage.uri import is_remote, join_path, root_of
 from raysharding.errors import CheckpointError
 
 
@@ -70,6 +72,42 @@ _WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs", "hf")
 """Type names of the stores in which no directory has to be made."""
 
 
+_MARKS: Final = (0xA7, 0x58)
+"""Last bytes of the memory of an answer, before it comes; few files have them at the end of a part."""
+
+
+_ERROR_BYTES: Final = 4096
+"""Size of the memory that any error of a store fits into."""
+
+
+def _read_range(handle: Any, offset: int, length: int) -> bytes | bytearray:
+    """Read a range of an open file by one request.
+
+    pyarrow 26 says that it has read what was asked for even where S3's answer is shorter, with a `Content-Length` that
+    fits it; the rest of the memory is as it was before. A last byte that is still the mark is such a rest, or the
+    file's own: a second request, with another mark, tells.
+
+    Raises:
+        OSError: The answer is shorter than the range, or none.
+    """
+    if isinstance(handle, HubFile):
+        return handle.read_at(length, offset)
+    data = bytearray(length)
+    for mark in _MARKS:
+        data[-1] = mark
+        try:
+            count = handle.get_stream(offset, length).readinto(data)
+        except OSError as error:
+            if "response stream" in str(error):  # S3's error did not fit into the memory of a short range
+                handle.read_at(_ERROR_BYTES, 0)  # raises it whole
+            raise
+        if count != length:
+            raise OSError(f"the answer has {count} bytes instead of {length}")
+        if data[-1] != mark:
+            return data
+    raise OSError(f"the answer has fewer bytes than {length}")
+
+
 class RemoteFile:
     """An object. Bytes pass through the memory of the requests in flight (`RemoteOptions`).
 
@@ -115,11 +153,7 @@ class RemoteFile:
     def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
         handle = self._handle
 
-        def send() -> bytes:
-            data: bytes = handle.read_at(length, offset)
-            return data
-
-        def take(data: bytes) -> None:
+        def take(data: bytes | bytearray) -> None:
             if len(data) != length:
                 raise OSError(f"the answer has {len(data)} bytes instead of {length}")
             memory, start = memoryview(data), 0
@@ -127,7 +161,41 @@ class RemoteFile:
                 view.cast("B")[:] = memory[start : start + view.nbytes]
                 start += view.nbytes
 
-        return Job(f"reading {length} bytes at {offset}", send, take)
+        return Job(f"reading {length} bytes at {offset}", lambda: _read_range(handle, offset, length), take)
+
+
+class RemoteFileSystem:
+    """The methods of a `pyarrow.fs.FileSystem` that readers of rows use; requests are sent as those for weights.
+
+    Args:
+        directory: URI, for errors.
+        system: A `pyarrow.fs.FileSystem`, or a `HubFileSystem`.
+        requests: Sends the requests.
+    """
+
+    def __init__(self, directory: str, system: Any, requests: Requests) -> None:
+        self._directory = directory
+        self._system = system
+        self._requests = requests
+
+    def get_file_info(self, wanted: Any) -> Any:
+        """Return what is at a path, or what a `FileSelector` selects."""
+        return self._requests.call(self._directory, "listing it", lambda: self._system.get_file_info(wanted))
+
+    def open_input_file(self, inside: str) -> Any:
+        """Open a file as a pyarrow `NativeFile`.
+
+        Raises:
+            CheckpointError: The file is missing, or the store cannot be reached; so do the file's reads.
+        """
+        import pyarrow as arrow
+
+        def send() -> tuple[Any, int]:
+            handle = self._system.open_input_file(inside)
+            return handle, handle.size()
+
+        handle, num_bytes = self._requests.call(inside, "opening it", send)
+        return arrow.PythonFile(InputFile(RemoteFile(inside, handle, Found("file", num_bytes), self._requests)), "r")
 
 
 class RemoteStorage:
@@ -135,7 +203,7 @@ class RemoteStorage:
 
     def __init__(self, options: RemoteOptions) -> None:
         self._requests = Requests(options)
-        self._directories: dict[tuple[str, bool], tuple[Any, str]] = {}
+        self._roots: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def find(self, path: str) -> Found:
         """See `Storage`. Without the etag, which only an open file tells."""
@@ -147,7 +215,7 @@ class RemoteStorage:
         """See `Storage`."""
         import pyarrow.fs as arrow_fs
 
-        system, inside = self._enter(directory, directory)
+        system, inside = self._locate(directory)
         selector = arrow_fs.FileSelector(inside)
         infos = self._requests.call(directory, "listing it", lambda: system.get_file_info(selector))
         return sorted(info.base_name for info in infos)
@@ -190,14 +258,21 @@ class RemoteStorage:
         self._make_parent(path, system, inside)
         return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
 
-    def remove_file(self, path: str) -> None:
-        """Remove an object; a missing one is not an error."""
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
         system, inside = self._locate(path)
         self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
 
+    def move(self, source: str, target: str) -> None:
+        """See `Storage`. A copy within the store, which S3 makes of objects up to 5 GiB."""
+        system, inside = self._locate(source)
+        to = self._locate(target)[1]
+        self._requests.call(source, f"copying it to {target}", lambda: system.copy_file(inside, to))
+        self.remove(source)
+
     def remove_tree(self, directory: str) -> None:
         """Remove everything under a directory; a missing one is not an error."""
-        system, inside = self._enter(directory, directory)
+        system, inside = self._locate(directory)
         # Never remove a bucket itself.
         remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
         self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
@@ -216,23 +291,22 @@ class RemoteStorage:
             parent = inside.rpartition("/")[0]
             self._requests.call(path, "making its directory", lambda: system.create_dir(parent, recursive=True))
 
-    def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
-        """Return the file system of a path, and the path inside the file system."""
-        directory, name = split_path(path)
-        system, inside = self._enter(directory, path, for_writing=for_writing)
-        return system, f"{inside.rstrip('/')}/{name}" if name else inside
+    def file_system(self, directory: str) -> tuple[RemoteFileSystem, str]:
+        """Return the file system of a directory for readers of rows, and the path inside the file system."""
+        system, inside = self._locate(directory)
+        return RemoteFileSystem(directory, system, self._requests), inside
 
-    def _enter(self, directory: str, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
-        """As `_locate`, of a directory, whose files share the connections; errors name `path`."""
-        entered = self._directories.get((directory, for_writing))
-        if entered is None:
-            options = self._requests.options
-            if (in_hub := model_path(directory)) is not None:
-                return HubFileSystem(options.request_s), in_hub
+    def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+        """Return the file system of a path, one for all of a bucket, and the path inside the file system."""
+        options = self._requests.options
+        if (in_hub := model_path(path)) is not None:
+            return HubFileSystem(options.request_s), in_hub
+        key = root_of(path), for_writing
+        if key not in self._roots:
             # Sends a request: where the URI names no region, S3 is asked for the region of the bucket.
-            entered = self._requests.call(path, "connecting", lambda: connect(directory, options, for_writing))
-            self._directories[directory, for_writing] = entered
-        return entered
+            self._roots[key] = self._requests.call(path, "connecting", lambda: connect(key[0], options, for_writing))
+        system, root = self._roots[key]
+        return system, root.rstrip("/") + unquote(urlsplit(path).path)
 
 
 def _unless_missing(remove: Callable[[str], None], inside: str) -> None:

@@ -61,14 +61,17 @@ DEFAULT_REMOTE = RemoteOptions()
 _Result = TypeVar("_Result")
 
 _REFUSED: Final = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|EXPIRED_TOKEN"
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT"
     r"|INVALID_SIGNATURE|MISSING_AUTHENTICATION|PERMISSION_DENIED|UNAUTHENTICATED|HTTP status 40[13]\b",
     re.IGNORECASE,
 )
+_EXPIRED: Final = re.compile(r"EXPIRED_?TOKEN|TOKEN_?EXPIRED|HTTP status 400\b.*No response body", re.IGNORECASE)
+"""Of a request for an object's size, whose answer has no text, the status alone."""
+_CHANGED: Final = re.compile(r"INVALID_?RANGE|HTTP status 41[26]\b", re.IGNORECASE)
 _MISSING: Final = re.compile(
     r"RESOURCE_NOT_FOUND|NO_SUCH_BUCKET|NO_SUCH_KEY|NOT_FOUND|HTTP status 404\b", re.IGNORECASE
 )
-_PERMANENT: Final = re.compile(r"HTTP status (3\d\d|4(?!08|29)\d\d)\b|INVALID_RANGE|INVALID_REQUEST", re.IGNORECASE)
+_PERMANENT: Final = re.compile(r"HTTP status (3\d\d|4(?!08|29)\d\d)\b|INVALID_REQUEST", re.IGNORECASE)
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -183,12 +186,20 @@ def _is_permanent(error: BaseException) -> bool:
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
         return True
     text = str(error)
-    return any(pattern.search(text) for pattern in (_REFUSED, _MISSING, _PERMANENT))
+    return any(pattern.search(text) for pattern in (_REFUSED, _EXPIRED, _CHANGED, _MISSING, _PERMANENT))
 
 
 def _as_checkpoint_error(path: str, what: str, num_tries: int, error: BaseException) -> CheckpointError:
     said = first_line(error)
-    if isinstance(error, PermissionError) or _REFUSED.search(said):
+    if _EXPIRED.search(said):
+        cure = (
+            "the store refused the request, as it does where temporary credentials (AWS_SESSION_TOKEN) have expired: "
+        )
+        cure += "renew them in the environment of the driver, and start the ranks again"
+    elif _CHANGED.search(said):
+        cure = "the object is shorter than when it was opened, so it was written anew meanwhile: open it again, and "
+        cure += "write new data under another name"
+    elif isinstance(error, PermissionError) or _REFUSED.search(said):
         variables = _CREDENTIALS.get(scheme_of(path) or "", "the store's credentials")
         cure = f"access was refused: set {variables} in the environment of the driver and of the ranks that read"
     elif isinstance(error, FileNotFoundError) or _MISSING.search(said):

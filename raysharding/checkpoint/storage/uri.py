@@ -64,6 +64,11 @@ def split_path(path: str) -> tuple[str, str]:
     return _with_path(path, directory), unquote(name)
 
 
+def root_of(uri: str) -> str:
+    """Return the URI of the bucket or host that a URI is in, with the query."""
+    return _with_path(uri, "")
+
+
 def _with_path(uri: str, path: str) -> str:
     before, question, query = uri.partition("?")
     scheme, _, rest = before.partition("://")

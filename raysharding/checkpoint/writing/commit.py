@@ -88,7 +88,7 @@ def remove_objects(directory: str) -> None:
     copied = own_sidecars(directory)
     _remove_save(storage, directory)
     for name in (*copied, SAVE_RECORD_NAME):
-        storage.remove_file(join_path(directory, name))
+        storage.remove(join_path(directory, name))
     for folder in (*reversed(folders_of(copied)), OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
         where = join_path(directory, folder) if folder else directory
         if storage.find(where).kind == "directory" and not storage.list_names(where):
@@ -100,9 +100,9 @@ def _remove_save(storage: RemoteStorage, directory: str) -> None:
     if storage.find(directory).kind != "directory":
         return
     for name in COMMITS:
-        storage.remove_file(join_path(directory, name))
+        storage.remove(join_path(directory, name))
     record = join_path(directory, SAVE_RECORD_NAME)
-    storage.each(storage.remove_file, [path for path in save_files(storage, directory) if path != record])
+    storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
 
 
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -150,16 +150,12 @@ def check_writable(directory: str) -> None:
         CheckpointError: This process cannot write there.
     """
     probe = join_path(directory, f".raysharding-probe-{new_token()}")
-    if is_remote(directory):
-        storage = remote_storage(DEFAULT_REMOTE)
-        storage.put(probe, b"probe")
-        storage.remove_file(probe)
-        return
-    with os_errors("cannot be written to", directory):
-        os.makedirs(directory, exist_ok=True)
-        with open(probe, "wb") as file:
-            file.write(b"probe")
-        os.unlink(probe)
+    storage = storage_of(directory)
+    if not is_remote(directory):
+        with os_errors("cannot be written to", directory):
+            os.makedirs(directory, exist_ok=True)
+    storage.put(probe, b"probe")
+    storage.remove(probe)
 
 
 def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str | None = None) -> str:

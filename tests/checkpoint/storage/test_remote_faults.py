@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.checkpoint.storage import join_path, read_bytes, remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
@@ -56,6 +57,7 @@ def read(checkpoint: Checkpoint, options: RemoteOptions = QUICK) -> torch.Tensor
         Fault("reset", after_bytes=-1, times=2),
         Fault("stall", after_bytes=400_000, times=2),
         Fault("stall", after_bytes=-1, times=1),
+        Fault("short", times=2),
     ],
     ids=lambda fault: f"{fault.kind}-{fault.status}-{fault.method}-{fault.after_bytes}",
 )
@@ -101,6 +103,30 @@ def test_what_stays_ends_in_an_error_before_the_deadline(
     assert torch.equal(read(checkpoint), VALUES)
 
 
+def test_an_answer_that_is_always_short_is_an_error(checkpoint: Checkpoint, s3: S3Server) -> None:
+    s3.proxy.faults.append(Fault("short"))
+    with pytest.raises(CheckpointError, match=r"reading \d+ bytes at \d+ failed, tried 3 times: the answer has fewer"):
+        read(checkpoint)
+    s3.proxy.reset()
+    s3.proxy.faults.append(Fault("short", path="safetensors$"))
+    with pytest.raises(CheckpointError, match=r"reading 8 bytes at 0 failed"):
+        open_checkpoint(checkpoint.directory, remote=QUICK)
+
+
+def test_a_range_may_end_in_any_byte(s3: S3Server) -> None:
+    s3.put("bytes", data := bytes(range(256)))
+    file = remote_storage(QUICK).open(s3.uri("bytes"))
+    assert [read_bytes(file, 0, length) for length in range(1, 257)] == [data[:length] for length in range(1, 257)]
+    assert len([request for request in s3.proxy.requests if request.method == "GET"]) == 257
+
+
+def test_a_refusal_of_a_short_range_is_told_too(uri: str, s3: S3Server) -> None:
+    file = remote_storage(QUICK).open(join_path(uri, "model.safetensors"))
+    s3.proxy.faults.append(Fault("status", status=403, code="AccessDenied"))
+    with pytest.raises(CheckpointError, match=r"tried once: .*ACCESS_DENIED.*AWS_ACCESS_KEY_ID"):
+        read_bytes(file, 0, 8)
+
+
 def test_refusals_are_not_tried_again_and_name_the_variables(checkpoint: Checkpoint, s3: S3Server) -> None:
     s3.proxy.faults.append(Fault("status", status=403, code="AccessDenied"))
     one_part = RemoteOptions(num_tries=3, request_s=1.0, part_bytes=8 << 20, max_in_flight=1)
@@ -137,6 +163,7 @@ def test_a_read_that_failed_writes_nothing_later(checkpoint: Checkpoint, s3: S3S
 _EXIT = """
 import sys
 from raysharding.checkpoint import FileReader, open_checkpoint
+from raysharding.checkpoint.storage import join_path, read_bytes, remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 options = RemoteOptions(num_tries=1, request_s=1.0)
 checkpoint = open_checkpoint(sys.argv[1], remote=options)
