@@ -2,9 +2,14 @@
 
 Note [Parts]: the rows are cut into parts of adjacent rows. One rank computes a part, and writes it to one file, which
 has the number of the part's first row in its name: the files in the order of their names hold the rows in the order of
-the data. A file gets its name when it is complete (a rename, or the end of an upload): a directory holds
-whole parts only, whenever its writers are killed, and a later run computes the parts without a file. Two runs that
-compute one part write the same rows, and the last file replaces the other.
+the data. A file gets its name when it is complete (a rename, or a copy within a store): a directory holds whole parts
+only, whenever its writers are killed, and a later run computes the parts without a file. An abort removes what has a
+temporary name, and nothing else. Two runs that compute one part write the same rows, and the last file replaces the
+other.
+
+Note [Claims]: the record names the run that computes the parts. Neither stores nor network file systems have an atomic
+"create if missing" that pyarrow offers, so a run puts a file of its own first, and then lists: of two runs at least one
+sees the other, and ends. A run that is resumed gets the name of the new one, and the old one ends in an error.
 """
 
 from __future__ import annotations
@@ -14,14 +19,22 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from raysharding.batch import split_rows
-from raysharding.checkpoint.storage import Output, is_remote, join_path, open_output, read_bytes, storage_of
+from raysharding.checkpoint.storage import (
+    Output,
+    is_remote,
+    join_path,
+    open_output,
+    read_bytes,
+    split_path,
+    storage_of,
+)
 from raysharding.data.arrow_rows import join_tables
 from raysharding.data.files import connected
 from raysharding.errors import CheckpointError, DataError, shown
@@ -38,6 +51,7 @@ _FINGERPRINTS: Final = {
 }
 """Entry of the record whose values say nothing to people → what an error says of another value."""
 _COUNTS: Final = ("num_rows", "num_parts")
+_CLAIM: Final = ".claim-"
 _TEMPORARY: Final = (".part-", f".{RECORD_NAME}.")
 _GROUP_ROWS: Final = 4096
 _GROUP_BYTES: Final = 16 << 20
@@ -90,7 +104,7 @@ class PartWriter:
     """Writes the Parquet file of a part. Holds a row group: 4096 rows, or 16 MiB."""
 
     def __init__(self, path: str, schema: Any) -> None:
-        """Create the file, under a temporary name where the storage has renames.
+        """Create the file under a temporary name.
 
         Args:
             path: Path of the file, normal or a URI.
@@ -145,10 +159,10 @@ class _AtomicFile(io.RawIOBase):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        directory, _, name = path.rpartition("/")
+        directory, name = split_path(path)
         self._path = path
-        # An object of a store appears when its upload ends; a temporary name would need a copy.
-        self._temporary = path if is_remote(path) else f"{directory}/.{name}.{secrets.token_hex(4)}"
+        # In a store, too: pyarrow has no abort of an upload, and closing it would replace another run's file.
+        self._temporary = join_path(directory, f".{name}.{secrets.token_hex(4)}")
         self._output: Output | None = open_output(self._temporary)
         self._length = 0
 
@@ -169,8 +183,7 @@ class _AtomicFile(io.RawIOBase):
         output, self._output = self._output, None
         assert output is not None, "not yet committed"
         output.finish()
-        if self._temporary != self._path:
-            os.replace(self._temporary, self._path)
+        storage_of(self._path).move(self._temporary, self._path)
 
     def abort(self) -> None:
         output, self._output = self._output, None
@@ -191,12 +204,14 @@ def writing(path: str) -> Iterator[None]:
         raise DataError(f"cannot be written: {str(error).strip()}", path=path) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartFiles:
     """The files of a run in its directory, a local one that all nodes share or the URI of one."""
 
     directory: str
     """Normal path or URI."""
+    run: str = ""
+    """Name of the run, once this process has begun it."""
 
     def begin(self, record: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
         """Begin a run in the directory, or find the one that is to go on. One rank calls this.
@@ -210,7 +225,8 @@ class PartFiles:
             The record of the run, with its own `num_parts`.
 
         Raises:
-            DataError: The directory holds other files, or a run that is not to go on or computes something else.
+            DataError: The directory holds other files, or a run that is not to go on or computes something else; or
+                another run begins there at the same time.
         """
         with writing(self.directory):
             storage = storage_of(self.directory)
@@ -226,10 +242,23 @@ class PartFiles:
                 raise DataError(what, path=self.directory)
             if not is_remote(self.directory):
                 os.makedirs(self.directory, exist_ok=True)
-            file = _AtomicFile(join_path(self.directory, RECORD_NAME))
-            file.write(json.dumps(record, indent=1).encode())
-            file.commit()
-            return dict(record)
+            claim = join_path(self.directory, f"{_CLAIM}{secrets.token_hex(4)}")
+            storage.put(claim, b"")
+            try:
+                seen = [name for name in storage.list_names(self.directory) if name.startswith((_CLAIM, RECORD_NAME))]
+                if len(seen) > 1:
+                    what = f"another predict begins here at the same time ({', '.join(seen)}): give each its own "
+                    raise DataError(f"{what}output=, or remove these files if no other runs", path=self.directory)
+                return self._write_record(record)
+            finally:
+                storage.remove(claim)
+
+    def _write_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        self.run = record["run"]
+        file = _AtomicFile(join_path(self.directory, RECORD_NAME))
+        file.write(json.dumps(record, indent=1).encode())
+        file.commit()
+        return dict(record)
 
     def _continued(self, record: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
         found = self._read_record()
@@ -244,7 +273,7 @@ class PartFiles:
                 if name in _FINGERPRINTS:
                     what = " of the run that is to be resumed".join(_FINGERPRINTS[name])
                 raise DataError(f"{what}: pass the same, or give another directory as output=", path=self.directory)
-        return found
+        return self._write_record(found | {"run": record["run"]})
 
     def _read_record(self) -> dict[str, Any]:
         path = join_path(self.directory, RECORD_NAME)
@@ -275,16 +304,14 @@ class PartFiles:
         with writing(self.directory):
             names = set(storage.list_names(self.directory))
             system, inside = connected(self.directory)
-            for name in names if not is_remote(self.directory) else ():
+            for name in names:
                 if name.startswith(_TEMPORARY):
-                    with suppress(FileNotFoundError):  # its writer may be ending, and remove it, too
-                        os.unlink(join_path(self.directory, name))
+                    storage.remove(join_path(self.directory, name))
 
             def footer(part: Part) -> Any:
-                # A store without renames may show a file that was cut off: it has no footer.
                 try:
-                    found = parquet.read_metadata(f"{inside}/{_name(part)}", filesystem=system)
-                except ValueError:
+                    found = parquet.read_metadata(system.open_input_file(f"{inside}/{_name(part)}"))
+                except ValueError:  # cut off, by other than a predict: it has no footer
                     return None
                 return found if found.num_rows == part.num_rows else None
 
@@ -295,13 +322,16 @@ class PartFiles:
         return whole, schema
 
     def check_complete(self, parts: Sequence[Part]) -> None:
-        """Check that every part has its file, as this rank sees the directory.
+        """Check that every part has its file, as this rank sees the directory, and that no other run has taken it.
 
         Raises:
-            DataError: Files are missing.
+            DataError: Files are missing, or may be another run's.
         """
         with writing(self.directory):
             names = set(storage_of(self.directory).list_names(self.directory))
+            if RECORD_NAME in names and self._read_record()["run"] != self.run:
+                what = "another predict has continued this one meanwhile, and writes the same files: wait until it ends"
+                raise DataError(f"{what}, or end it and pass resume=True", path=self.directory)
         missing = [part for part in parts if _name(part) not in names]
         if missing:
             what = f"lacks {len(missing)} of {len(parts)} files on rank 0's node, {_name(missing[0])} first"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,49 @@ def test_tensors_and_arrays_become_columns() -> None:
     for tensor, cure in cases:
         with pytest.raises(DataError, match=f"the column 'x' cannot be written: .*{cure}"):
             as_table({"x": tensor}, {})
+
+
+def test_an_abort_removes_nothing_that_another_run_committed(s3_server: S3Server) -> None:
+    uri = s3_server.uri("predict/aborted")
+    files = PartFiles(uri)
+    files.begin(RECORD, resume=False)
+    first = PartWriter(files.path_of(PARTS[0]), pa.schema({"id": pa.int64()}))
+    for part in PARTS:
+        write(files, part)
+    first.abort()
+    files.check_complete(PARTS)
+    assert files.find(PARTS)[0] == PARTS
+    assert storage_of(uri).list_names(uri) == ["_predict.json", *(f"part-{part.start:012d}.parquet" for part in PARTS)]
+
+
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_of_runs_that_begin_at_once_at_most_one_goes_on(kind: str, tmp_path: Path, s3_server: S3Server) -> None:
+    for trial in range(5):
+        where = str(tmp_path / f"{trial}") if kind == "directory" else s3_server.uri(f"predict/race-{trial}")
+        begun = threading.Barrier(3)
+
+        def begin(run: str, where: str = where, begun: threading.Barrier = begun) -> str | None:
+            begun.wait(30)
+            try:
+                return str(PartFiles(where).begin(RECORD | {"run": run}, resume=False)["run"])
+            except DataError as error:
+                assert "at the same time" in str(error) or "earlier predict" in str(error), error
+                return None
+
+        with ThreadPoolExecutor(3) as pool:
+            went_on = [run for run in pool.map(begin, "abc") if run is not None]
+        assert len(went_on) <= 1
+        assert not [name for name in storage_of(where).list_names(where) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_a_run_that_another_one_continues_ends_in_an_error(kind: str, tmp_path: Path, s3_server: S3Server) -> None:
+    where = str(tmp_path) if kind == "directory" else s3_server.uri("predict/continued")
+    first, second = PartFiles(where), PartFiles(where)
+    first.begin(RECORD, resume=False)
+    second.begin(RECORD | {"run": "b"}, resume=True)
+    for part in PARTS:
+        write(first, part)
+    with pytest.raises(DataError, match="another predict has continued this one meanwhile"):
+        first.check_complete(PARTS)
+    second.check_complete(PARTS)
