@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -53,7 +52,7 @@ class TextFiles(RowFiles):
         """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
 
         A column that is not read may hold values of any types. Times and dates are text, as they are in the file. A
-        column of CSV is text if an integer in it begins with 0 or does not fit the type of the column.
+        column of CSV is text if an integer in it begins with 0, does not fit int64, or would be another number as float64.
         """
         import pyarrow as arrow
 
@@ -64,6 +63,7 @@ class TextFiles(RowFiles):
         blocks: list[tuple[int, int, int, int]] = []
         types: dict[str, Any] = {}
         inexact: dict[str, str] = {}
+        codes: set[str] = set()
         for number, file in enumerate(files):
             names: list[str] | None = None
             line = 1
@@ -78,14 +78,16 @@ class TextFiles(RowFiles):
                 _merge(types, table.schema, file, wanted)
                 for name, value in _unlike_numbers(file, data, table.schema, names):
                     inexact.setdefault(name, f"{value}, in {file}")
+                    codes |= {name} if _is_code(value) else set()
                 blocks.append((number, start, len(data), table.num_rows))
                 line += data.count(b"\n")
         if not any(rows for *_, rows in blocks):
             raise DataError("has no rows", path=directory)
         for name in inexact.keys() & (types.keys() if wanted is None else wanted):
-            if _is_csv(files[0]):
+            is_float = "floats" in kind_of(types[name])
+            if _is_csv(files[0]) and (is_float or name in codes):
                 types[name] = arrow.string()
-            elif "floats" in kind_of(types[name]):
+            elif is_float:
                 what = f"the column {name!r} holds floats and an integer that is no float, {inexact[name]}"
                 raise DataError(f"{what}: write it as text, or as an integer within int64", path=directory)
         kinds = {name: kind_of(kind) for name, kind in types.items()}
@@ -280,13 +282,13 @@ def _unlike_numbers(file: str, data: bytes, schema: Any, names: list[str] | None
         columns = {name: [leaf for row in rows for _, leaf in leaves(row.get(name))] for name in schema.names}.items()
     for name, values in columns:
         whole = [one for one in values if type(one) is int or (_is_csv(file) and _INTEGER.fullmatch(one))]
-        unlike = (one for one in whole if re.match(r"[+-]?0\d", str(one)) or not _is_exact(int(one)))
-        yield from ((name, one) for one in islice(unlike, 1))
+        unlike = [one for one in whole if _is_code(one) or int(float(one)) != int(one)]
+        yield from ((name, str(one)) for one in (*filter(_is_code, unlike), *unlike)[:1])
 
 
-def _is_exact(value: int) -> bool:
-    """Return True if an integer fits int64, and float64 as well."""
-    return -(2**63) <= value < 2**63 and int(float(value)) == value
+def _is_code(value: Any) -> bool:
+    """Return True for an integer that int64 would change: one that begins with 0, or is too large."""
+    return re.match(r"[+-]?0\d", str(value)) is not None or not -(2**63) <= int(value) < 2**63
 
 
 def _without_times(kind: Any) -> Any:

@@ -172,8 +172,9 @@ def test_of_runs_that_begin_at_once_at_most_one_goes_on(kind: str, tmp_path: Pat
             try:
                 return str(PartFiles(where).begin(RECORD | {"run": run}, resume=False)["run"])
             except DataError as error:
-                assert "at the same time" in str(error) or "earlier predict" in str(error), error
-                return None
+                if "at the same time" in str(error) or "earlier predict" in str(error):
+                    return None
+                raise
 
         with ThreadPoolExecutor(3) as pool:
             went_on = [run for run in pool.map(begin, "abc") if run is not None]
