@@ -52,7 +52,7 @@ class TextFiles(RowFiles):
         """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
 
         A column that is not read may hold values of any types. Times and dates are text, as they are in the file. A
-        column of CSV is text if an integer in it begins with 0, does not fit int64, or would be another number as float64.
+        column of CSV is text if an integer in it begins with 0, does not fit int64, or is another number as float64.
         """
         import pyarrow as arrow
 
