@@ -13,18 +13,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
 
+from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import HubPath, is_remote
 from raysharding.errors import PlanError
 from raysharding.models.config_files import written_files
 from raysharding.models.stand_in import clean_name, original_class, stand_in
-
-if TYPE_CHECKING:
-    from raysharding.checkpoint import Checkpoint
 
 ADAPTER_PREFIX: Final = "base_model.model."
 """Prefix of every name in a file of adapters: the path at which a `PeftModel` holds the model."""

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +17,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.arguments import check_int
+from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
 from raysharding.gc_pause import paused_gc
 from raysharding.models.adapters import ADAPTER, Adapted, set_base
 from raysharding.models.conversion import kept_in_float32
-
-if TYPE_CHECKING:
-    from raysharding.checkpoint import Checkpoint
 
 ModelSource = str | Callable[[], nn.Module] | Adapted | None
 """Accepted types of `from_checkpoint(model=...)`: `None`, the name of a transformers auto class, or a callable; with

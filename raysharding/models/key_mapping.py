@@ -10,19 +10,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from raysharding.checkpoint.format import TensorInfo
 from raysharding.errors import PlanError
 from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
 from raysharding.models.conversion import Conversion, Routing, declared_ties, part_outside_base, route
 from raysharding.models.stand_in import clean_name
-
-if TYPE_CHECKING:
-    from raysharding.checkpoint.format import TensorInfo
-
 
 Kind = Literal["parameter", "buffer"]
 
