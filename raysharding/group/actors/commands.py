@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from raysharding.group.actors.argument_refs import fetched
 from raysharding.group.actors.memory_gauge import export_memory
 from raysharding.group.actors.model_facts import ModelFacts
 from raysharding.group.actors.title import Title
-from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
+from raysharding.group.cluster import accelerator_names, facts_here
 from raysharding.group.ranks import RankInfo
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
@@ -187,9 +187,8 @@ class RankCommands:
         """Return True if there is an optimizer, and the changes by all earlier commands."""
         return self._worker.optimizer is not None, self.change_since(0)
 
-    def node_facts(self, node_ip: str, with_gpus: bool) -> NodeFacts:
-        """Return what this process sees of its node. Not collective; runs before `join`."""
-        return facts_here(node_ip, with_gpus)
+    node_facts = staticmethod(facts_here)
+    """Return what this process sees of its node. Not collective; runs before `join`."""
 
     def check_link(self, broadcast_bytes: int) -> LinkTimes:
         """Measure latency and bandwidth of the process group; collective."""
@@ -240,13 +239,10 @@ class RankCommands:
         output = self._worker.generate(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
-    def generators(self) -> dict[str, Any]:
-        """Return the state of the rank's random generators."""
-        return random_state()
-
-    def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Restore the random generators."""
-        restore_random_state(state)
+    generators = staticmethod(random_state)
+    """Return the state of the rank's random generators."""
+    restore_generators = staticmethod(restore_random_state)
+    """Restore the random generators."""
 
     def set_optimizer(self, *args: Any) -> str | None:
         """Make the optimizer; return a warning for the user. Collective if its state is restored."""
@@ -383,8 +379,4 @@ def _filled(value: Any, shared: Sequence[Any]) -> Any:
     def fill(part: Any) -> Any:
         return shared[part.index] if isinstance(part, Shared) else part
 
-    return replace(
-        value,
-        wrapped_args=tuple(map(fill, value.wrapped_args)),
-        wrapped_kwargs={key: fill(part) for key, part in value.wrapped_kwargs.items()},
-    )
+    return value.replaced(fill)

@@ -195,24 +195,10 @@ def pack_batches(what: str, batches: Sequence[RankBatch], *extra: Any) -> tuple[
 
 def _strip(batches: Sequence[RankBatch], shared: list[Any]) -> list[RankBatch]:
     """Replace top-level values that are one object on every rank by marks, and collect them."""
-    args = [list(batch.wrapped_args) for batch in batches]
-    kwargs = [dict(batch.wrapped_kwargs) for batch in batches]
-    for index, value in enumerate(batches[0].wrapped_args):
-        if all(batch.wrapped_args[index] is value for batch in batches):
-            _mark(args, index, value, shared)
-    for key, value in batches[0].wrapped_kwargs.items():
-        if all(batch.wrapped_kwargs[key] is value for batch in batches):
-            _mark(kwargs, key, value, shared)
-    return [
-        replace(batch, wrapped_args=tuple(own_args), wrapped_kwargs=own_kwargs)
-        for batch, own_args, own_kwargs in zip(batches, args, kwargs, strict=True)
-    ]
-
-
-def _mark(containers: Sequence[Any], key: Any, value: Any, shared: list[Any]) -> None:
-    for container in containers:
-        container[key] = Shared(len(shared))
-    shared.append(value)
+    first, *others = [{**dict(enumerate(batch.wrapped_args)), **batch.wrapped_kwargs} for batch in batches]
+    shared += [value for name, value in first.items() if all(other[name] is value for other in others)]
+    marks = {id(value): Shared(index) for index, value in enumerate(shared)}
+    return [batch.replaced(lambda value: marks.get(id(value), value)) for batch in batches]
 
 
 def _is_bare(batch: RankBatch) -> bool:
