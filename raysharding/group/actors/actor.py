@@ -246,10 +246,7 @@ class RankActor:
     @ray.method(concurrency_group="control")
     def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:
         """Inspect another rank of this node that does not answer; `None` if it is not visible from this process."""
-        try:
-            return dump_stacks(pid, descriptor)
-        except OSError:
-            return None
+        return dump_stacks(pid, descriptor)
 
     @ray.method(concurrency_group="control")
     def connections(self) -> list[Connection]:

@@ -44,16 +44,23 @@ def enable_stack_dumps() -> int:
     return descriptor
 
 
-def dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot:
+def dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot | None:
     """Make a process of this machine print its stacks; takes half a second at most.
 
     Args:
         pid: Id of the process.
         descriptor: The value that `enable_stack_dumps` returned in the process.
 
-    Raises:
-        OSError: The process is gone, or another user's.
+    Returns:
+        The snapshot; `None` if the process is gone, in another container, or another user's.
     """
+    try:
+        return _dump_stacks(pid, descriptor)
+    except OSError:
+        return None
+
+
+def _dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot:
     state = _state(pid)
     if state in _STATES:
         return ProcessSnapshot(_STATES[state], "")

@@ -155,7 +155,7 @@ class Probes:
             neighbour = next((other for other in neighbours if other.info.node_id == one.info.node_id), None)
             where = one.info.pid, one.stacks_descriptor
             if one.info.node_id == self._here:
-                self._watch(_in_thread(_dump_stacks, *where), partial(self._on_answer, run, rank, self._on_snapshot))
+                self._watch(_in_thread(dump_stacks, *where), partial(self._on_answer, run, rank, self._on_snapshot))
             elif neighbour is not None:
                 snapshot = neighbour.actor.dump_stacks.remote(*where).future()
                 self._watch(snapshot, partial(self._on_answer, run, rank, self._on_snapshot))
@@ -218,13 +218,6 @@ class Probes:
             then(run, rank, future.result())
 
 
-def _dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot | None:
-    try:
-        return dump_stacks(pid, descriptor)
-    except OSError:
-        return None  # dead, or in another container
-
-
 def _in_thread(fn: Callable[..., Any], *args: Any) -> Future:
     """Run a blocking function on a thread of its own."""
     future: Future = concurrent.futures.Future()
@@ -258,7 +251,7 @@ def _snapshot(members: Sequence[Member], rank: int, able: Sequence[Member]) -> P
     one = members[rank]
     where = one.info.pid, one.stacks_descriptor
     if one.info.node_id == own_node_id():
-        return _dump_stacks(*where)
+        return dump_stacks(*where)
     neighbours = [other for other in able if other.info.node_id == one.info.node_id]
     answers = probe_all(neighbours[:1], "dump_stacks", *where, within_s=_NEIGHBOUR_S)
     snapshot: ProcessSnapshot | None = answers.replies.get(0)
