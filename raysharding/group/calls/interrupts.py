@@ -22,7 +22,7 @@ import abc
 import concurrent.futures
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, Self
 
 from raysharding.errors import CallCancelledError
@@ -56,9 +56,7 @@ class _Handler(abc.ABC):
         self._install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._restore()
 
     def _install(self) -> None:
@@ -99,9 +97,7 @@ class DeferredInterrupts(_Handler):
             self._install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._target is not None and self._stopping is not None and error is not self._raised:
                 self._target.wait_stopped(self._stopping)
@@ -136,9 +132,7 @@ class MaskedInterrupts(_Handler):
 
     _raised: BaseException | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._restore()
         if self._raised is not None and error is not self._raised:
             raise self._raised from error

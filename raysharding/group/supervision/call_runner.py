@@ -112,9 +112,7 @@ class CallRunner:
         """Send one step to all ranks."""
         now = time.monotonic()
         self._numbers += 1
-        self.run = run = RunningCall(
-            task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S
-        )
+        self.run = run = RunningCall(task, self._numbers, deadline=now + task.deadline_s, next_poll=now + POLL_S)
         try:
             # Large arguments are stored before any message is sent: if the store is full, no rank runs the call.
             messages = self._encode(task, replace(command, number=run.number, resets=self._resets_next))

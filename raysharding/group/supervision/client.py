@@ -69,7 +69,7 @@ class Client:
         args, shared = pack_batches(method, batches, *extra)
         output: OutputMode = "ref" if as_refs else "value"
         command = Command(method, shared=shared, output=output, max_output_bytes=self.max_output_bytes)
-        return self._submit(command, args, collect, self.timeouts.call_s, check=check)
+        return self._submit(command, args, collect, check, self.timeouts.call_s)
 
     def submit_same(
         self,
@@ -99,8 +99,8 @@ class Client:
         if not is_last:
             self._refuse()
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
-        packed = pack_same(method, *args)
-        return self._submit(Command(method), packed, collect, deadline_s, watch, keep_step, check, joint)
+        options = (deadline_s, watch, keep_step, joint)
+        return self._submit(Command(method), pack_same(method, *args), collect, check, *options)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -113,7 +113,7 @@ class Client:
             deadline_s: Deadline, in seconds.
             collect: Makes the result. Default: the value of rank 0.
         """
-        return self._submit(Command(method), [pack_same(method, *one) for one in args], collect, deadline_s)
+        return self._submit(Command(method), [pack_same(method, *one) for one in args], collect, None, deadline_s)
 
     def follow(self, save: BegunSave, call: Call, on_saved: Callable[[], None]) -> None:
         """Follow a background save to its end, on a thread.
@@ -123,10 +123,7 @@ class Client:
             call: The call that began it.
             on_saved: Called on the thread when the save is committed.
         """
-        actor, supervisor = self.members[0].actor, self.supervisor
-
-        def ask(number: int) -> ray.ObjectRef:
-            return actor.save_status.remote(number)
+        supervisor = self.supervisor
 
         def why_lost() -> str:
             if not ray.is_initialized():  # a remote call would start another Ray
@@ -137,7 +134,7 @@ class Client:
             # Ranks that are kept may continue writing; ranks that are restarted in place report the outcome themselves.
             return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
 
-        self.pending.begin(save, call, Asking(ask, why_lost, on_saved))
+        self.pending.begin(save, call, Asking(self.members[0].actor.save_status.remote, why_lost, on_saved))
 
     def _refuse(self) -> None:
         """Raise if the group is unusable or a save in the background has failed."""
@@ -145,16 +142,9 @@ class Client:
         self.pending.raise_failed()
 
     def _submit(
-        self,
-        command: Command,
-        args: Packed | Sequence[Packed],
-        collect: Collect,
-        deadline_s: float,
-        watch: bool = False,
-        keep_step: Continue | None = None,
-        check: Check | None = None,
-        joint: JointStart | None = None,
+        self, command: Command, args: Packed | Sequence[Packed], collect: Collect, check: Check | None, *options: Any
     ) -> Call:
+        """Queue a call; `options` are the other fields of `QueuedCall`."""
         call = Call(command.method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
-        self.supervisor.submit(QueuedCall(call, command, args, deadline_s, watch, keep_step, joint), check)
+        self.supervisor.submit(QueuedCall(call, command, args, *options), check)
         return call

@@ -42,17 +42,8 @@ class Observed:
 
 def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
-    failure = RankFailure(
-        rank=info.rank,
-        node_ip=info.node_ip,
-        pid=info.pid,
-        kind="raised",
-        phase=raised.phase,
-        error_type=raised.error_type,
-        message=raised.message,
-        traceback=raised.traceback,
-        tensor=raised.tensor,
-    )
+    plain = _plain(info, "raised", raised.phase, raised.message)
+    failure = replace(plain, error_type=raised.error_type, traceback=raised.traceback, tensor=raised.tensor)
     return Observed(failure, raised, follows=raised.is_connection)
 
 

@@ -56,10 +56,8 @@ class RunningCall:
     """The call as it was queued."""
     number: int
     """Number of the step; identifies late responses to earlier steps."""
-    begun: float
-    """Time (`time.monotonic`) at which the ranks began this step."""
     deadline: float
-    """Time at which the ranks are late."""
+    """Time (`time.monotonic`) at which the ranks are late."""
     finished: set[int] = field(default_factory=set)
     """Ranks that have finished, with or without an error."""
     seen: list[Observed] = field(default_factory=list)

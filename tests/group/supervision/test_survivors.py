@@ -75,7 +75,7 @@ def test_ranks_are_kept_while_a_restart_waits_for_them() -> None:
 
 def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
     call = Call("call", 3, Collect(lambda call: None), 1.0)
-    run = RunningCall(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 0.0, 1.0)
+    run = RunningCall(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 1.0)
     run.finished, run.changes = {0, 1, 2}, {0: SAME, 1: SAME}
     assert not run.holds_one_model()
     assert run.holds_one_model([2])
