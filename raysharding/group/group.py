@@ -662,7 +662,7 @@ class ShardedModelGroup:
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
     ) -> list[RankBatch]:
         """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        bounds, told = self._running.bounds, self._told
+        bounds, told = self._running.loaded.bounds, self._told
         return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
 
     @driver_handle
@@ -1005,7 +1005,7 @@ class ShardedModelGroup:
 
     def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
         # A collate function may transform a column; without one, a column is the model argument of the same name.
-        whole = self._running.bounds.num_ids if collate is None else ()
+        whole = self._running.loaded.bounds.num_ids if collate is None else ()
         return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle
@@ -1218,17 +1218,17 @@ class ShardedModelGroup:
     @property
     def config(self) -> Any:
         """A copy of the model's transformers config, as `model.config`; `None` for a model that has none."""
-        return self._running.facts.config
+        return self._running.loaded.facts.config
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters of the unsharded model, frozen ones and adapters too; tied ones count once."""
-        return self._running.facts.num_parameters
+        return self._running.loaded.facts.num_parameters
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of the model's first floating parameter, as `model.dtype` of transformers; `None` without one."""
-        return self._running.facts.dtype
+        return self._running.loaded.facts.dtype
 
     @property
     def device(self) -> torch.device:
@@ -1238,14 +1238,14 @@ class ShardedModelGroup:
     @property
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
-        report = self._running.load_report
+        report = self._running.loaded.load_report
         assert report is not None, "the group is loaded"
         return report
 
     @property
     def preflight_report(self) -> PreflightReport | None:
         """Report of the checks of nodes and links before the load; `None` with `preflight=False`."""
-        return self._running.preflight_report
+        return self._running.loaded.preflight_report
 
     @driver_handle
     @blocking

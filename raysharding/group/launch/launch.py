@@ -49,6 +49,20 @@ _AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """What the making of a group has found, for this driver and those that attach later."""
+
+    load_report: LoadReport | None = None
+    """Rank 0's report of the load that made the group; `None` before the load has ended."""
+    bounds: InputBounds = field(default_factory=InputBounds)
+    """Bounds of the model's inputs; without limits before the load."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """Facts of the model; without values before the load."""
+    preflight_report: PreflightReport | None = None
+    """Report of the preflight when the group was made; `None` without a preflight."""
+
+
+@dataclass(frozen=True)
 class RunningGroup:
     """Ranks under supervision, and the driver's data about them."""
 
@@ -64,14 +78,8 @@ class RunningGroup:
     """Files that hold the model."""
     has_optimizer: bool = False
     """True if the ranks had an optimizer when these parts were assembled; a call may have set one since."""
-    load_report: LoadReport | None = None
-    """Rank 0's report of the load that made the group; `None` before the load has ended."""
-    bounds: InputBounds = field(default_factory=InputBounds)
-    """Bounds of the model's inputs; without limits before the load."""
-    facts: ModelFacts = field(default_factory=ModelFacts)
-    """Facts of the model; without values before the load."""
-    preflight_report: PreflightReport | None = None
-    """Report of the preflight when the group was made; `None` without a preflight."""
+    loaded: Loaded = field(default_factory=Loaded)
+    """What the load has found."""
 
     @classmethod
     def assemble(
@@ -129,13 +137,7 @@ class GroupRecord:
     """Saves that were requested from the ranks since, and whose outcome the driver did not know."""
     base: str | None
     """See `ModelFiles`."""
-    load_report: LoadReport | None
-    """See `RunningGroup`."""
-    bounds: InputBounds
-    """See `RunningGroup`."""
-    facts: ModelFacts
-    """See `RunningGroup`."""
-    preflight_report: PreflightReport | None
+    loaded: Loaded
     """See `RunningGroup`."""
 
 
@@ -172,10 +174,7 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
         origin=running.files.origin,
         begun=running.files.begun,
         base=running.files.base,
-        load_report=running.load_report,
-        bounds=running.bounds,
-        facts=running.facts,
-        preflight_report=running.preflight_report,
+        loaded=running.loaded,
     )
     keeper = next(one for one in members if one.name == actor_name(str(spec.name), 0))
     kept: ray.ObjectRef = keeper.actor.keep.remote(keeper.epoch, record)
@@ -209,9 +208,9 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
         if preflight is not None:
             preflight.nodes()
         rendezvous(running)
-        report, bounds, facts = _fill(running, opened, preflight)
+        loaded = _fill(running, opened, preflight)
         seen = None if preflight is None else preflight.finish()
-        running = replace(running, load_report=report, bounds=bounds, facts=facts, preflight_report=seen)
+        running = replace(running, loaded=replace(loaded, preflight_report=seen))
         if spec.name is not None:
             keep_record(running)
             running.reservation.outlive_owner()
@@ -222,9 +221,7 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     return running
 
 
-def _fill(
-    running: RunningGroup, opened: Opened, preflight: Preflight | None
-) -> tuple[LoadReport, InputBounds, ModelFacts]:
+def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) -> Loaded:
     """Build the module on every rank, load it, and set its optimizer."""
     spec, client = running.spec, running.client
     if preflight is not None:
@@ -243,7 +240,7 @@ def _fill(
         made = client.submit_same("set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch=True)
         if (warning := made.result()) is not None:
             warn(warning)
-    return report, bounds, facts
+    return Loaded(report, bounds, facts)
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, progress: ProgressOption) -> LoadReport:

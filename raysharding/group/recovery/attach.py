@@ -82,14 +82,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     except BaseException:
         supervisor.shutdown()
         raise
-    return replace(
-        running,
-        has_optimizer=has_optimizer,
-        load_report=record.load_report,
-        bounds=record.bounds,
-        facts=record.facts,
-        preflight_report=record.preflight_report,
-    )
+    return replace(running, has_optimizer=has_optimizer, loaded=record.loaded)
 
 
 def _take_over(name: str, keeper: Any, record: GroupRecord, spec: GroupSpec, answer_s: float) -> tuple[Member, ...]:

@@ -77,13 +77,8 @@ def _take_over(running: RunningGroup, fresh: Mapping[int, Member]) -> RunningGro
     issuer = next((member for member in survivors if member.name == keeper), survivors[0])
     epoch: int = _ask(issuer, "take_over")
     members = tuple(replace(fresh.get(rank, member), epoch=epoch) for rank, member in enumerate(old))
-    again = RunningGroup.assemble(
-        running.client.supervisor.name,
-        running.spec,
-        Started(members, running.visible_gpus),
-        running.reservation,
-        files=running.files,
-    )
+    started, title = Started(members, running.visible_gpus), running.client.supervisor.name
+    again = RunningGroup.assemble(title, running.spec, started, running.reservation, files=running.files)
     return replace(running, client=again.client, has_optimizer=again.has_optimizer)
 
 
