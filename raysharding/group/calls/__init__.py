@@ -5,7 +5,6 @@ from raysharding.group.calls.call import (
     Call,
     Collect,
     FullStateDict,
-    LastValue,
     Sent,
     collect_all,
     collect_generated,

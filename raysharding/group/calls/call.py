@@ -373,23 +373,6 @@ def _own_output(_: int, sent: RankOutput) -> Any:
     return sent.value
 
 
-class LastValue:
-    """The value that rank 0 sent with the last step of a command in steps."""
-
-    def __init__(self) -> None:
-        """Begin without a value."""
-        self._sent: Sent = None
-
-    def keep(self, sent: Sent) -> None:
-        """Keep the next value in place of the previous one."""
-        self._sent = sent
-
-    def collect(self, call: Call) -> Any:
-        """Return the last value."""
-        assert isinstance(self._sent, Packed), "small values are sent directly, not through the object store"
-        return self._sent.unpack()
-
-
 class FullStateDict:
     """Full tensors, collected on the driver bucket by bucket as rank 0 sends them."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -245,8 +246,7 @@ def _ranks(
     tensors = planned_tensors(module, spec.sharding, groups, num_shards)
     held = footprints(tensors, range(num_shards), spec.optimizer)
     gathered = gathered_bytes(module, spec.sharding, groups)
-    ranks = []
-    offload = spec.sharding.cpu_offload
+    on_accelerator, offload = device_type != "cpu", spec.sharding.cpu_offload
     # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.
     holders = tuple(tuple(range(index, world_size, num_shards)) for index in range(num_shards))
     weights = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
@@ -254,21 +254,9 @@ def _ranks(
     saves = save_buffers(max(weights, state), device_type, is_one_host=len(set(placed)) == 1)
     shards = [ShardMap(holders, rank) for rank in range(world_size)]
     rings = load_rings(spec.loading, tensors, shards, opened, device_type, offload=offload)
-    for rank, ring in enumerate(rings):
-        node = placed[rank] if rank < len(placed) else ""
-        ranks.append(
-            rank_plan(
-                rank,
-                node,
-                held[rank % num_shards],
-                ring,
-                gathered,
-                saves,
-                on_accelerator=device_type != "cpu",
-                offload=offload,
-            )
-        )
-    return ranks
+    nodes = [*placed, *[""] * (world_size - len(placed))]
+    plan = partial(rank_plan, gathered_bytes=gathered, saves=saves, on_accelerator=on_accelerator, offload=offload)
+    return [plan(rank, nodes[rank], held[rank % num_shards], ring) for rank, ring in enumerate(rings)]
 
 
 def _node(capacity: NodeCapacity, ranks: Sequence[RankPlan]) -> NodePlan:

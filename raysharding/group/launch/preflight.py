@@ -123,11 +123,6 @@ def _link_line(link: LinkTimes | None) -> str:
     return f"link: all-reduce {link.latency_s * 1e3:.2f} ms{broadcast}"
 
 
-def errors_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Sort findings for a report, errors first."""
-    return tuple(sorted(findings, key=lambda finding: not finding.is_error))
-
-
 def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Compare the versions of the driver and the nodes.
 
@@ -324,9 +319,9 @@ class Preflight:
         self._ports.append(f"{who} listened at {host}:{port}")
 
     def report(self) -> PreflightReport:
-        """Return the report of the checks so far."""
-        findings, ports = errors_first(self._findings), tuple(self._ports)
-        return PreflightReport(tuple(self._nodes), self._link, findings, self._seconds, ports)
+        """Return the report of the checks so far, errors first."""
+        findings = tuple(sorted(self._findings, key=lambda finding: not finding.is_error))
+        return PreflightReport(tuple(self._nodes), self._link, findings, self._seconds, tuple(self._ports))
 
     def finish(self) -> PreflightReport:
         """Return the report of a group that has passed the preflight, and log its warnings."""
