@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,6 @@ from raysharding.distributed.saving import AsyncSaver
 from raysharding.distributed.training import Accumulation
 from raysharding.distributed.transfer import resident_bytes
 from raysharding.worker.changes import Version, version
-
-Phase = Literal[
-    "rendezvous",
-    "plan",
-    "stream",
-    "finalize",
-    "ready",
-    "fit",
-    "forward",
-    "generate",
-    "train_step",
-    "forward_backward",
-    "optim_step",
-    "call",
-    "save",
-    "closed",
-]
 
 # Calls that change weights or optimizer. `call(fn)` may change both too; its writes are detected.
 _CHANGING = ("load", "copy_from", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
@@ -83,7 +66,9 @@ class RankStatus:
         self.saver = AsyncSaver()
         self.is_saved = True
         """True if the rank's current state was loaded, or saved in the foreground; see `in_files`."""
-        self.phase: Phase = "rendezvous"
+        self.phase = "rendezvous"
+        """What the running call does: `rendezvous`, `plan`, `stream`, `finalize`, `save`, or the name of its method;
+        between calls `ready`, at the end `closed`."""
         self.bytes_done = 0
         self.bytes_total = 0
         self.last_tensor = ""
@@ -183,7 +168,7 @@ class RankStatus:
         return all(map(exists, self._groups))
 
     @contextmanager
-    def running(self, phase: Phase, name: str) -> Iterator[None]:
+    def running(self, phase: str, name: str) -> Iterator[None]:
         """Record phase and call while the call runs; after an exception the phase stays, for the failure's report.
 
         Args:
@@ -234,7 +219,7 @@ class RankStatus:
 
         def follow(phase: str, done: int, total: int, tensor: str) -> None:
             # `__call__` reads these from another thread; each is one assignment.
-            self.phase = phase  # type: ignore[assignment]
+            self.phase = phase
             self.bytes_done, self.bytes_total = done, total
             self.last_tensor = tensor or self.last_tensor
             if progress is not None:
