@@ -9,6 +9,7 @@ from raysharding.models.adapters import (
     AdapterNames,
     adapter_files,
     adapter_scale,
+    all_names,
     first_magnitude,
     magnitude_layer,
 )

@@ -167,8 +167,6 @@ def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
     """Return True if a callable takes FSDP1's arguments of a policy; any other is a predicate over modules."""
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
-    except TypeError:
-        return False
-    except ValueError:  # no signature to look at: something built in
+    except (TypeError, ValueError):  # no signature to look at: something built in
         return False
     return True

@@ -116,19 +116,17 @@ class FailureFlag:
     Args:
         num_buckets: Number of buckets of the stream. The last one is not checked: the ranks exchange outcomes next.
         timeout_s: Longest time for one bucket on any rank. Ranks that exchange no data can be many buckets apart.
-        group: Process group. Default: the default group.
     """
 
-    def __init__(self, num_buckets: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, num_buckets: int, timeout_s: float) -> None:
         self._num_buckets = num_buckets
         self._timeout = timedelta(seconds=timeout_s * 2 * BUCKETS_PER_CHECK)
-        self._group = group
         self._work: dist.Work | None = None
-        self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device(group))
+        self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device())
 
     def check(self, index: int, failed: bool) -> bool:
         """Return True if all ranks stop after bucket `index`; the same on every rank."""
-        if dist.get_world_size(self._group) == 1:
+        if dist.get_world_size() == 1:
             return failed
         if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
             return False
@@ -137,7 +135,7 @@ class FailureFlag:
             return True
         self._flag.fill_(failed)
         # Every rank starts this at the same buckets, failed or not: the others would wait for one that stopped early.
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
         return False
 
     def close(self) -> None:

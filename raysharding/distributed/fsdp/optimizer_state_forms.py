@@ -20,7 +20,7 @@ from raysharding.distributed.fsdp.optim_state_dict import (
     shard_full_optim_state_dict,
 )
 from raysharding.distributed.fsdp.state_dict_type import get_state_dict_type
-from raysharding.distributed.optim import agreed_snapshot, parameter_names, state_like
+from raysharding.distributed.optim import OptimizerSnapshot, agreed_snapshot, parameter_names, state_like
 from raysharding.errors import PlanError
 
 
@@ -52,11 +52,11 @@ def optim_state_dict(
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        return _sharded(model, optim, optim_state_dict, group, config.offload_to_cpu)
     require_default_group(group)
     snapshot = agreed_snapshot(model, optim, optim_state_dict)
     assert snapshot is not None, "there is an optimizer"
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return _sharded(snapshot, on_cpu=config.offload_to_cpu)
     rank0_only = getattr(config, "rank0_only", False)
     return gathered(snapshot, model, rank0_only=rank0_only, on_cpu=config.offload_to_cpu)
 
@@ -72,7 +72,10 @@ def sharded_optim_state_dict(
         ValueError: `group` is not the default group.
         PlanError: On every rank: see `agreed_snapshot`.
     """
-    return _sharded(model, optim, None, group, offload_to_cpu=True)
+    require_default_group(group)
+    snapshot = agreed_snapshot(model, optim)
+    assert snapshot is not None, "there is an optimizer"
+    return _sharded(snapshot, on_cpu=True)
 
 
 def optim_state_dict_to_load(
@@ -121,19 +124,10 @@ def optim_state_dict_to_load(
     return result
 
 
-def _sharded(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    optim_state_dict: Mapping[str, Any] | None,
-    group: dist.ProcessGroup | None,
-    offload_to_cpu: bool,
-) -> dict[str, Any]:
-    """Return state by FQN, with its current sharding; collective."""
-    require_default_group(group)
-    snapshot = agreed_snapshot(model, optim, optim_state_dict)
-    assert snapshot is not None, "there is an optimizer"
-    tensors = {key: value.cpu() if offload_to_cpu else value for key, value in snapshot.tensors.items()}
-    return snapshot.state_dict(tensors, on_cpu=offload_to_cpu)
+def _sharded(snapshot: OptimizerSnapshot, *, on_cpu: bool) -> dict[str, Any]:
+    """Return state by FQN, with its current sharding. Not collective."""
+    tensors = {key: value.cpu() if on_cpu else value for key, value in snapshot.tensors.items()}
+    return snapshot.state_dict(tensors, on_cpu=on_cpu)
 
 
 def _checked_by_id(

@@ -174,7 +174,13 @@ def plan_reads(
         # A request takes as long as some bytes: each reader gets whole ones, though it sends parts of them on.
         wanted = min(wanted, max(1, wanted * piece_bytes // REMOTE_GAP_BYTES))
     readers = _spread(seeing, by_rank)[:wanted] if transport != "local" else seeing
-    return _read_plan(transport, tuple(sorted(readers)), seeing, by_rank, there)
+    who = "every rank sees" if len(seeing) == len(by_rank) else f"{_named(seeing, by_rank)} alone see"
+    shared = "" if len(readers) in (1, len(by_rank)) else f", {len(readers)} ranks share the reading"
+    asked = "asked for"
+    if transport == "auto":
+        asked, transport = "auto", "local" if len(readers) == len(by_rank) else "scatter"
+    reason = f"{asked}: {who} the files ({there.file_system}){shared}"
+    return ReadPlan(transport, tuple(sorted(readers)), reason)
 
 
 def _require_same_content(
@@ -227,22 +233,6 @@ def _require_enough(loading: Loading, seeing: Sequence[int], by_rank: Sequence[F
             "to have all that can",
             path=path,
         )
-
-
-def _read_plan(
-    transport: str,
-    readers: tuple[int, ...],
-    seeing: Sequence[int],
-    by_rank: Sequence[FileVisibility],
-    there: FileLocations,
-) -> ReadPlan:
-    name = transport
-    if transport == "auto":
-        name = "local" if len(readers) == len(by_rank) else "scatter"
-    who = "every rank sees" if len(seeing) == len(by_rank) else f"{_named(seeing, by_rank)} alone see"
-    shared = "" if len(readers) in (1, len(by_rank)) else f", {len(readers)} ranks share the reading"
-    asked = "auto" if transport == "auto" else "asked for"
-    return ReadPlan(name, readers, f"{asked}: {who} the files ({there.file_system}){shared}")
 
 
 def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:

@@ -136,7 +136,7 @@ class Accumulation:
         means = torch.where(self._is_sum, sums, sums / counts.where(counts > 0, math.nan))
         return float((self._fixed[:-1] * means).sum() + self._fixed[-1])
 
-    def _last_scale(self) -> float:
+    def last_scale(self) -> float:
         """Return what all gradients are to be multiplied by.
 
         Raises:
@@ -151,10 +151,6 @@ class Accumulation:
                 "in all batches of this update: call train_step(gradient_accumulation_steps=), which counts them first"
             )
         return float(scales[0]) if len(scales) else 1.0
-
-    def check_ratio(self) -> None:
-        """Raise ValueError on every rank if no factor of all gradients makes them those of one batch."""
-        self._last_scale()
 
     def finish(self, module: nn.Module) -> None:
         """Scale the gradients to the gradient of the loss over all passes.
@@ -174,7 +170,7 @@ class Accumulation:
         if self.num_passes:
             _check_gradients(module)
         if self.num_passes > 1:
-            scale_gradients(module, self._last_scale())
+            scale_gradients(module, self.last_scale())
 
 
 def train_step(
@@ -341,7 +337,7 @@ def _run_pass(
             if found.may_lack_graph:
                 finish_backward(module)
         value = done.add(found, is_reduced=sync, may_be_empty=may_be_empty)
-        done.check_ratio()
+        done.last_scale()  # raises if there is none
     return value
 
 

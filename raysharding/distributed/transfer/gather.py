@@ -33,7 +33,7 @@ from raysharding.distributed.transfer.bucket_plan import (
 from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.distributed.transfer.transport import connect_ranks
-from raysharding.models import clean_name
+from raysharding.models import all_names
 from raysharding.units import MIB, split_by_bytes
 
 Sink = Callable[[str, int, torch.Tensor], None]
@@ -45,13 +45,9 @@ GATHER_BUCKET_BYTES = 32 * MIB
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (FQN, tensor) of every parameter and persistent buffer, under each of its names."""
+    """Return (FQN, tensor) of every parameter and persistent buffer, under each of its names."""
     persistent = persistent_names(module)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield clean_name(name), parameter
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if (clean := clean_name(name)) in persistent:
-            yield clean, buffer
+    return ((name, tensor) for name, tensor in all_names(module) if name in persistent)
 
 
 def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -79,8 +79,8 @@ class BatchLoss:
         """
         scales = torch.where(self.shares != 0, scales * self.shares, 0.0)
         if self.terms[0].root is not None:
-            gradients = [_like(scale, root) for scale, root in zip(scales, self.roots, strict=True)]
-            alive = [pair for pair in zip(self.roots, gradients, strict=True) if pair[0].requires_grad]
+            pairs = zip(self.roots, scales, strict=True)
+            alive = [(one, scale.to(one.dtype).reshape(one.shape)) for one, scale in pairs if one.requires_grad]
             # Without a root of its own, a rank takes part in the collectives of the others' backward.
             alive += [(output, torch.zeros_like(output)) for output in self.outputs]
             torch.autograd.backward([root for root, _ in alive], [gradient for _, gradient in alive])
@@ -90,10 +90,6 @@ class BatchLoss:
                 gradient = term.factor * scale if term.is_total else None
                 term.node.register_prehook(_Scaled(scale, gradient))
         torch.autograd.backward(self.roots)
-
-
-def _like(scale: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    return scale.to(root.dtype).reshape(root.shape)
 
 
 @dataclass(frozen=True, eq=False)
