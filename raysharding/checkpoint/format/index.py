@@ -32,7 +32,7 @@ from raysharding.errors import CheckpointError, shown
 
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
-_SHARD_NAME: Final = re.compile(r"-\d+-of-\d+\.safetensors$")
+_SHARD_NAME: Final = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?\.safetensors$")
 """One of several files. Without an index nothing shows that all are there: a save or a download may have ended."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20

@@ -1,6 +1,7 @@
 """Atomic saves: planned files in a staging directory, a manifest, one rename, and the removal of older saves."""
 
 from raysharding.checkpoint.writing.commit import (
+    check_claim,
     check_destination,
     check_writable,
     commit_files,

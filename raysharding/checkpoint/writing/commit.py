@@ -6,6 +6,10 @@ directory; after all ranks are done, rank 0 calls `commit_staging`.
 An object store has no rename, and so no staging directory: the file that makes the others a checkpoint is written last.
 That file is the index, which a save into a store always has, or adapter_config.json: without it neither transformers
 nor this package finds a checkpoint. A store has no replacement in one step.
+
+Note [Two saves to one URI]: the save record claims the URI: the save that wrote it last goes on, and another one ends
+in an error when it looks at the record. The names of the weight files hold the token of their save, so an aborted save
+removes its own: all that is there only as long as the claim is its own.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from raysharding.checkpoint.format import (
@@ -55,7 +59,7 @@ from raysharding.checkpoint.writing.carry_over import (
 )
 from raysharding.checkpoint.writing.file_plan import folders_of
 from raysharding.checkpoint.writing.save_files import save_files
-from raysharding.checkpoint.writing.save_record import own_sidecars
+from raysharding.checkpoint.writing.save_record import own_sidecars, read_save_record
 from raysharding.errors import CheckpointError
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
@@ -97,12 +101,29 @@ def remove_objects(directory: str) -> None:
 
 def _remove_save(storage: RemoteStorage, directory: str) -> None:
     """Remove the files of a save except its record; first those that make it a checkpoint."""
+    if _remove_commits(storage, directory):
+        record = join_path(directory, SAVE_RECORD_NAME)
+        storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
+
+
+def _remove_commits(storage: RemoteStorage, directory: str) -> bool:
+    """Remove the files that make a directory a checkpoint; return False if there is no directory."""
     if storage.find(directory).kind != "directory":
-        return
+        return False
     for name in COMMITS:
         storage.remove(join_path(directory, name))
-    record = join_path(directory, SAVE_RECORD_NAME)
-    storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
+    return True
+
+
+def check_claim(staging: str, token: str) -> None:
+    """Check that a save still is the one that its URI is claimed for. A staging directory has one writer.
+
+    Raises:
+        CheckpointError: Another save has begun there.
+    """
+    if is_remote(staging) and read_save_record(staging).token != token:
+        what = "another save to it has begun meanwhile, or it was removed: save to a path of its own"
+        raise CheckpointError(what, path=staging)
 
 
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -162,7 +183,7 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
 
     At a remote URI, removes the checkpoint that is there, and what an interrupted save left. Entries that no save
-    writes stay; so do the small files that the old save copied, and its `SaveRecord`, which lists them.
+    writes stay; so do the small files that the old save copied: the new `SaveRecord`, which claims the URI, lists them.
 
     Returns:
         Absolute path of the empty staging directory; a remote URI itself.
@@ -172,9 +193,12 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
             carried over (`check_carry`), or the directory cannot be created.
     """
     check_destination(final, overwrite=overwrite)
-    if is_remote(os.fspath(final)):
-        _remove_save(remote_storage(DEFAULT_REMOTE), os.fspath(final))
-        return os.fspath(final)
+    if is_remote(uri := os.fspath(final)):
+        storage = remote_storage(DEFAULT_REMOTE)
+        _remove_commits(storage, uri)  # before the claim, with which they would be a save of this token
+        replace(read_save_record(uri), token=token or new_token()).write(uri)
+        _remove_save(storage, uri)
+        return uri
     destination = os.path.realpath(final)
     try:
         os.makedirs(os.path.dirname(destination), exist_ok=True)
@@ -309,14 +333,22 @@ def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: 
         sync(directory)
 
 
-def remove_staging(staging: str) -> None:
+def remove_staging(staging: str, token: str | None = None) -> None:
     """Remove an uncommitted staging directory with its contents. A missing one is not an error.
+
+    Args:
+        staging: A local path, or a URI.
+        token: Of the save that has ended: at a URI that another one has claimed, only the files with its token go.
 
     Raises:
         CheckpointError: The directory cannot be removed.
     """
     if is_remote(staging):
-        remove_objects(staging)
+        storage = remote_storage(DEFAULT_REMOTE)
+        if token is None or read_save_record(staging).token == token:
+            remove_objects(staging)
+        elif storage.find(staging).kind == "directory":
+            storage.each(storage.remove, [path for path in save_files(storage, staging) if token in path])
         return
     try:
         with os_errors("cannot remove the unfinished save", staging), suppress(FileNotFoundError):

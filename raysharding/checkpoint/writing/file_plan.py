@@ -46,16 +46,17 @@ def file_order(names: Iterable[str], dtype_of: Callable[[str], torch.dtype]) -> 
     return sorted(names, key=lambda name: -dtype_of(name).itemsize)
 
 
-def file_names(num_files: int, *, is_listed: bool = False) -> tuple[str, ...]:
+def file_names(num_files: int, token: str = "") -> tuple[str, ...]:
     """Return the standard names: `model.safetensors` alone, or `model-00001-of-00004.safetensors` and so on.
 
     Args:
         num_files: Number of files.
-        is_listed: An index lists the files, even a single one.
+        token: Of a save whose index lists all files, even a single one; the names have it at their end.
     """
-    if num_files == 1 and not is_listed:
+    if num_files == 1 and not token:
         return (SINGLE_NAME,)
-    return tuple(f"model-{file:05d}-of-{num_files:05d}.safetensors" for file in range(1, num_files + 1))
+    end = f"of-{num_files:05d}{token and '-'}{token}.safetensors"
+    return tuple(f"model-{file:05d}-{end}" for file in range(1, num_files + 1))
 
 
 def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:

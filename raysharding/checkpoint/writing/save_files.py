@@ -16,7 +16,9 @@ from raysharding.checkpoint.format import (
 )
 from raysharding.checkpoint.storage import Storage, join_path
 
-_WEIGHTS: Final = r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|raysharding\.manifest\.json"
+_WEIGHTS: Final = (
+    r"model(-\d{5,}-of-\d{5,}(-[0-9a-f]+)?)?\.safetensors|model\.safetensors\.index\.json|raysharding\.manifest\.json"
+)
 _MODEL: Final = r"adapter_model\.safetensors|(adapter_|generation_)?config\.json|raysharding\.save\.json"
 _FILES: Final[Mapping[str, re.Pattern[str]]] = {
     "": re.compile(f"{_WEIGHTS}|{_MODEL}"),

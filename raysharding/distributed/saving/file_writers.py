@@ -50,7 +50,11 @@ class FilePlan:
 
 
 def _plan_files(
-    layout: Mapping[str, SavedTensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
+    layout: Mapping[str, SavedTensor],
+    directory: str,
+    group: dist.ProcessGroup | None,
+    file_name: str | None,
+    token: str,
 ) -> FilePlan:
     """Distribute tensors over files, and files over the ranks that see the directory."""
     # The path may be another disk on another node. Every rank calls this, so that all make the same plan.
@@ -66,7 +70,7 @@ def _plan_files(
     names = tuple(
         tuple(sorted((key for first in one for key in units[first]), key=position.__getitem__)) for one in dealt
     )
-    files = (file_name,) if file_name is not None else file_names(len(names), is_listed=is_remote(directory))
+    files = (file_name,) if file_name is not None else file_names(len(names), token * is_remote(directory))
     if is_remote(directory):
         names = tuple(tuple(file_order(_as_sources_lie(one, layout), lambda key: layout[key].dtype)) for one in names)
     sources = tuple(tuple(dict.fromkeys(run.source for key in one for run in layout[key].runs)) for one in names)
@@ -133,6 +137,7 @@ def write_tensors(
     group: dist.ProcessGroup | None = None,
     layout: Mapping[str, SavedTensor] | None = None,
     file_name: str | None = None,
+    token: str = "",
 ) -> Written:
     """Write full tensors as one or more checkpoint files; collective.
 
@@ -146,12 +151,13 @@ def write_tensors(
         layout: Key in the files → its parts of `tensors`, and the dtype that they are cast to. Default: the tensors as
             they are.
         file_name: Name of the only file. Default: one or more files under standard names.
+        token: Of the save; with a URI, part of the standard names.
 
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
     """
     layout = layout or {name: SavedTensor.whole(name, tensor) for name, tensor in tensors.items()}
-    plan = _plan_files(layout, directory, group, file_name)
+    plan = _plan_files(layout, directory, group, file_name, token)
     with ExitStack() as open_files:
         writers = _Writers(plan, layout, directory, open_files)
         made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)

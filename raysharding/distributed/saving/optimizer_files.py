@@ -41,6 +41,7 @@ def write_optimizer(
     stall_s: float,
     on_round: Callable[[int], None],
     group: dist.ProcessGroup | None = None,
+    token: str = "",
 ) -> None:
     """Write optimizer state into a save; collective.
 
@@ -52,12 +53,13 @@ def write_optimizer(
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called with the bytes written so far.
         group: Process group of all ranks.
+        token: Of the save.
 
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
     """
     directory = str(from_rank_0(partial(make_folder, staging, OPTIMIZER_FOLDER), group))
-    written = write_tensors(tensors, directory, device, stall_s, on_round, group)
+    written = write_tensors(tensors, directory, device, stall_s, on_round, group, token=token)
     with agreeing(group):
         if dist.get_rank() == 0:
             written.finish(directory)

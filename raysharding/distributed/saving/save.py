@@ -22,6 +22,7 @@ from raysharding.checkpoint import Checkpoint, SaveRecord
 from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Sidecars, new_token
 from raysharding.checkpoint.storage import join_path, normal_path, storage_of
 from raysharding.checkpoint.writing import (
+    check_claim,
     check_numbered,
     commit_staging,
     create_staging,
@@ -387,6 +388,7 @@ class Save:
         try:
             options = (self.staging, self.device, self.stall_s, on_round, self.group)
             names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
+            names["token"] = self.destination.token
             written = write_tensors(contents.tensors, *options, **names)
             self._write_state(on_round)
             from_rank_0(partial(self._finish, written), self.group)
@@ -411,11 +413,12 @@ class Save:
         if contents.outline is None or contents.training is None:
             return
         options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done), self.group)
-        write_optimizer(contents.state, contents.outline, *options)
+        write_optimizer(contents.state, contents.outline, *options, self.destination.token)
         from_rank_0(partial(write_training, self.staging, contents.training), self.group)
 
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
+        check_claim(self.staging, self.destination.token)
         sidecars = _sidecars_to_copy(self.destination)
         SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
@@ -429,6 +432,7 @@ class Save:
     def _commit(self) -> None:
         """Commit the temporary directory, and remove older saves and remains of killed saves."""
         where = self.destination
+        check_claim(self.staging, where.token)
         commit_staging(self.staging, where.path, overwrite=where.overwrite)
         remove_left_overs(where.path)
         if where.keep_last is not None:
@@ -441,7 +445,7 @@ class Save:
         """Remove the written files, on rank 0; a failure to do so becomes a note on `error`."""
         if dist.get_rank() == 0:
             try:
-                remove_staging(self.staging)
+                remove_staging(self.staging, self.destination.token)
             except CheckpointError as left:
                 error.add_note(str(left))
 
@@ -460,7 +464,8 @@ def begin_save(
     contents = SaveContents.of(module, optimizer, position, destination.dtype)
     # Rank 0 makes the directory, and broadcasts its path.
     make = partial(create_staging, destination.path, overwrite=destination.overwrite, token=destination.token)
-    staging = str(from_rank_0(make))
+    staging, token = from_rank_0(lambda: [make(), destination.token])
+    destination = replace(destination, token=token)
     return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
 
 

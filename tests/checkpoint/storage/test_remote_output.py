@@ -165,7 +165,8 @@ def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> 
     theirs = s3.upload(tmp_path, "theirs")
     assert not is_left_over(theirs)
     write(theirs, torch.ones(3))
-    assert names(theirs) == [NAME, "model.safetensors.index.json", "raysharding.manifest.json"]
+    ours = [NAME, "model.safetensors.index.json", "raysharding.manifest.json", "raysharding.save.json"]
+    assert names(theirs) == ours
 
 
 def test_what_no_save_wrote_stays(s3: S3Server) -> None:

@@ -15,6 +15,7 @@ from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.checkpoint.storage.uri import join_path
 from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
+from raysharding.distributed.saving import Destination, begin_save
 from raysharding.distributed.saving import file_writers as file_writing
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_in_order
 from raysharding.errors import CheckpointError
@@ -85,11 +86,44 @@ def test_a_save_is_the_one_that_a_disk_has(s3: S3Server, tmp_path: Path) -> None
     assert remote.tensors.keys() == local.tensors.keys()
     manifests = [read_manifest(one) for one in (local, remote)]
     assert manifests[0] is not None
-    assert manifests[0] == manifests[1]
-    check_manifest(manifests[0], remote)
+    assert manifests[1] is not None
+    assert manifests[0].tensors == manifests[1].tensors
+    assert [*manifests[0].files.values()] == [*manifests[1].files.values()], "the names hold the save's token"
+    check_manifest(manifests[1], remote)
     for folder in ("", "/optimizer"):
         ours, theirs = open_checkpoint(s3.uri(f"ranks/saved{folder}")), open_checkpoint(f"{tmp_path}/saved{folder}")
         with FileReader(ours.files) as reader, FileReader(theirs.files) as expected:
             for name, info in theirs.tensors.items():
                 assert torch.equal(reader.read_tensor(ours.tensors[name]), expected.read_tensor(info)), name
     assert len(remote.files) == 3
+
+
+def two_saves(uri: str) -> list[str]:
+    """Begin a save, let another one replace it, then end the first: by an error, and by going on."""
+    file_writing.SMALL_BYTES = 0
+    module = shard_module(filled(), init_mesh(device_type()))
+    errors = []
+    for end in ("abort", "run"):
+        first = begin_save(module, Destination(join_path(uri, end)), None, None, 60.0)
+        save_checkpoint(module, join_path(uri, end), overwrite=True)
+        try:
+            first.discard(KeyError()) if end == "abort" else first.run()
+        except CheckpointError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_save_that_another_one_replaced_removes_nothing_of_it(s3: S3Server) -> None:
+    uri = s3.uri("two")
+    for errors in run_ranks(2, two_saves, uri, timeout_s=150):
+        assert len(errors) == 1
+        assert "another save to it has begun meanwhile" in errors[0]
+    storage = remote_storage(RemoteOptions())
+    for end in ("abort", "run"):
+        saved = open_checkpoint(join_path(uri, end))
+        assert len(saved.files) == 2
+        with FileReader(saved.files) as reader:
+            name = next(iter(filled().state_dict()))
+            assert torch.equal(reader.read_tensor(saved.tensors[name]), filled().state_dict()[name])
+        weights = [name for name in storage.list_names(saved.directory) if name.endswith(".safetensors")]
+        assert weights == sorted(file.name for file in saved.files), "the replaced save has removed its own"
