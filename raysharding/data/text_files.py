@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -29,9 +30,10 @@ _BOM = b"\xef\xbb\xbf"
 _FIELD = rb'(?>"[^"]*+(?>""[^"]*+)*+"[^,\r\n]*+|(?!")[^,\r\n]*+)'
 _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 """A row as pyarrow's parser of CSV ends it: a quote opens a field only at its beginning, and two in it are one."""
-_LONG_OR_PADDED = re.compile(rb"\d{16}|(?<![\w.])[+-]?0\d")
-"""Bytes that a block has where an integer in it is not exact as a float, or begins with 0."""
-_INTEGER = re.compile(r"[+-]?\d+")
+_CODE = r"^[+-]?(0\d+|\d{16,})$"
+"""An integer that begins with 0, or that int64 or float64 may change."""
+_INSIDE = np.isin(np.arange(256), np.frombuffer(b"+-./:_" + bytes(range(48, 58)) + bytes(range(65, 91)), np.uint8))
+"""Bytes after which digits begin no integer: those of floats, dates, times and words."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class TextFiles(RowFiles):
                     if types and names != list(types):
                         raise DataError(f"has the columns {names}, but {files[0]} has {list(types)}", path=file)
                 _merge(types, table.schema, file, wanted)
-                for name, value in _unlike_numbers(file, data, table.schema, names):
+                for name, value in _unlike_numbers(file, data, table, names):
                     inexact.setdefault(name, f"{value}, in {file}")
                     codes |= {name} if _is_code(value) else set()
                 blocks.append((number, start, len(data), table.num_rows))
@@ -268,22 +270,52 @@ def _inferred(file: str, data: bytes, names: list[str] | None, wanted: Collectio
         return _parsed(file, "\n".join(map(json.dumps, kept)).encode(), names, None, None)
 
 
-def _unlike_numbers(file: str, data: bytes, schema: Any, names: list[str] | None) -> Iterator[tuple[str, str]]:
+def _unlike_numbers(file: str, data: bytes, table: Any, names: list[str] | None) -> Iterator[tuple[str, str]]:
     """Yield (column, value) of an integer in a block that int64 or float64 would change, or that begins with 0."""
     import pyarrow as arrow
+    from pyarrow import compute
 
-    if not _LONG_OR_PADDED.search(data):
+    numbers = {one.name: kind for one in table.schema if "numbers" in (kind := kind_of(one.type)) or "floats" in kind}
+    for name in (name for name, kind in numbers.items() if "whole" in kind):
+        column = table[name].combine_chunks()
+        while arrow.types.is_list(column.type):
+            column = column.flatten()
+        if arrow.types.is_integer(column.type):
+            values = column.drop_null().to_numpy(zero_copy_only=False)
+            with np.errstate(invalid="ignore"):  # 2^63
+                inexact = values[values.astype(np.float64).astype(values.dtype) != values]
+            yield from ((name, str(one)) for one in inexact[:1])
+    if not len(places := _long_or_padded(data)):
         return
     if _is_csv(file):
-        texts = arrow.schema([(one.name, arrow.string()) for one in schema])
-        columns = _parsed(file, data, names, texts, None).to_pydict().items()
-    else:
-        rows = [json.loads(line) for line in data.splitlines() if line.strip()]
-        columns = {name: [leaf for row in rows for _, leaf in leaves(row.get(name))] for name in schema.names}.items()
-    for name, values in columns:
-        whole = [one for one in values if type(one) is int or (_is_csv(file) and _INTEGER.fullmatch(one))]
-        unlike = [one for one in whole if _is_code(one) or int(float(one)) != int(one)]
-        yield from ((name, str(one)) for one in (*filter(_is_code, unlike), *unlike)[:1])
+        texts = _parsed(file, data, names, arrow.schema([(name, arrow.string()) for name in numbers]), list(numbers))
+        for name in numbers:
+            found = texts[name].filter(compute.match_substring_regex(texts[name], _CODE)).to_pylist()
+            unlike = [one for one in found if _is_code(one) or int(float(one)) != int(one)]
+            yield from ((name, one) for one in (*filter(_is_code, unlike), *unlike)[:1])
+    elif any("floats" in kind for kind in numbers.values()):
+        ends = _row_ends(file, data, 1).tolist()
+        rows = [
+            json.loads(data[start:end])
+            for start, end in pairwise([0, *ends, len(data)])
+            if places.searchsorted(start) < places.searchsorted(end)
+        ]
+        for name in numbers:
+            leaf = (one for row in rows for _, one in leaves(row.get(name)) if type(one) is int)
+            unlike = [one for one in leaf if _is_code(one) or int(float(one)) != one]
+            yield from ((name, str(one)) for one in unlike[:1])
+
+
+def _long_or_padded(data: bytes) -> Any:
+    """Return the places in a block where 16 digits, or 0 and a digit, may begin an integer; int64 [places]."""
+    values = np.frombuffer(b"\n" + data, dtype=np.uint8)
+    is_digit = (values >= 48) & (values < 58)
+    others = np.flatnonzero(~np.append(is_digit, False))
+    first, length = others[:-1] + 1, np.diff(others) - 1
+    is_padded = (length > 1) & (values[np.minimum(first, len(values) - 1)] == 48)
+    is_long = length >= 16
+    before = values[first - 1]
+    return first[(is_long & (before != 46)) | (is_padded & ~_INSIDE[before])] - 1
 
 
 def _is_code(value: Any) -> bool:

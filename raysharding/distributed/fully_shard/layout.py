@@ -81,8 +81,8 @@ def weights_fingerprint(module: nn.Module) -> str:
         local = local_tensor(tensor)
         # Of equal copies one counts: the XOR of two is 0.
         if local.numel() and all(place == 0 for place, placement in places if placement.is_replicate()):
-            is_plain = local.dtype.itemsize > 1 and not local.is_complex()
-            hashed = torch.hash_tensor(local if is_plain else local.contiguous().view(torch.uint8))
+            is_float = local.is_floating_point() and local.dtype.itemsize > 1
+            hashed = torch.hash_tensor(local if is_float else local.contiguous().reshape(-1).view(torch.uint8))
             own[name] = int(hashed.view(torch.int64))
     every = all_gather_json(own)
     config: Any = getattr(module, "config", None)
