@@ -290,8 +290,13 @@ def reserve(world_size: int, device_type: str, placement: Placement, lifetime: L
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
         return Reservation(placement.placement_group, need, is_ours=False)
-    _refuse_infeasible(world_size, need, placement)
-    return _create(world_size, need, placement, lifetime)
+    reservation = _create(world_size, need, placement, lifetime)  # Ray refuses invalid labels
+    try:
+        _refuse_infeasible(world_size, need, placement)
+    except PlacementError:
+        reservation.release()
+        raise
+    return reservation
 
 
 def _create(world_size: int, need: Resources, placement: Placement, lifetime: Lifetime) -> Reservation:

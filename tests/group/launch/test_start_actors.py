@@ -14,6 +14,7 @@ from raysharding.group.cluster import Lifetime, Reservation, reserve, wait_place
 from raysharding.group.launch import start_in_place_of
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.ranks import Member, RankInfo
+from tests.conftest import NUM_CPUS
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -42,10 +43,13 @@ def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
 
 def test_the_time_to_place_begins_with_the_reservation() -> None:
     """Not after the checks that are made meanwhile."""
-    placement = Placement(cpus_per_rank=1000.0)
+    placement = Placement(cpus_per_rank=NUM_CPUS)
+    squatter = placement_group([{"CPU": 1}])
+    assert squatter.wait(20)
     reservation = reserve(1, "cpu", placement, Lifetime())
     try:
         with pytest.raises(PlacementError, match="not placed within 600 s"):
             wait_placed(reservation, 1, placement, 600.0, begun=time.monotonic() - 600.0)
     finally:
         reservation.release()
+        remove_placement_group(squatter)
