@@ -70,9 +70,7 @@ class Split:
         counts = {where: _count_rows(where, leaf, self.dim) for where, leaf in leaves(self.value, path)}
         if not counts:
             raise ValueError(f"{path}: holds no tensor; give a tensor, or nested dicts, lists or tuples of tensors")
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{where} has {rows}" for where, rows in counts.items())
-            raise ValueError(f"the tensors of one Split need the same number of rows, but {listed}; {_NO_ROWS}")
+        _check_equal("the tensors of one Split need the same number of rows", counts, f"; {_NO_ROWS}")
         return next(iter(counts.values()))
 
     def dims(self) -> set[int]:
@@ -531,10 +529,15 @@ def _row_dim(leaf: Any, name: str, dims: Sequence[int], num_rows: int) -> int | 
     return next((dim for dim in dims if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == num_rows), None)
 
 
+def _check_equal(what: str, numbers: Mapping[str, int], cure: str) -> None:
+    """Raise ValueError if the numbers, by path, differ."""
+    if len(set(numbers.values())) > 1:
+        listed = ", ".join(f"{path} has {number}" for path, number in numbers.items())
+        raise ValueError(f"{what}, but {listed}{cure}")
+
+
 def _check_counts(counts: Mapping[str, int]) -> None:
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{path} has {rows}" for path, rows in counts.items())
-        raise ValueError(f"all Splits of one call need the same number of rows, but {listed}; {_NO_ROWS}")
+    _check_equal("all Splits of one call need the same number of rows", counts, f"; {_NO_ROWS}")
     if counts and not any(counts.values()):
         raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
 
@@ -543,12 +546,8 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
     """Return the `rows_per_item` of all Splits; raise ValueError if they differ, or it does not divide the rows."""
     found = {path: split.rows_per_item for path, split in splits.items()}
     per_item = max(found.values(), default=1)
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{path} has {number}" for path, number in found.items())
-        raise ValueError(
-            f"all Splits of one call need the same rows_per_item, but {listed}: give each of them "
-            f"rows_per_item={per_item}"
-        )
+    cure = f": give each of them rows_per_item={per_item}"
+    _check_equal("all Splits of one call need the same rows_per_item", found, cure)
     for path, num_rows in counts.items():
         if problem := incomplete_item(num_rows, per_item):
             raise ValueError(f"{path}: {problem}")

@@ -95,18 +95,14 @@ class GcsMonitor:
         self._probe.setblocking(False)
         # Close with a reset: one socket in TIME_WAIT per rank and second would exhaust the ports in the end.
         self._probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        try:
-            self._probe.connect(address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
+        code = self._probe.connect_ex(address)
+        if code in (0, errno.EINPROGRESS):
+            self._take_answer(now)  # a GCS that is near has already answered
+        else:
             # There is no route to the GCS. A lack of ports or memory on this machine says nothing about the GCS.
-            self._refused = error.errno in _UNREACHABLE
+            self._refused = code in _UNREACHABLE
             self._heard = self._heard if self._refused else now
             self.close()
-        # A GCS that is near has already answered.
-        if self._probe is not None:
-            self._take_answer(now)
 
     def _take_answer(self, now: float) -> None:
         assert self._probe is not None

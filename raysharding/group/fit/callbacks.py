@@ -104,7 +104,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """Logs to Weights & Biases: `pip install 'raysharding[wandb]'`."""
 
     def __init__(self, **options: Any) -> None:
@@ -118,15 +118,7 @@ class WeightsAndBiases:
         """
         import wandb
 
-        self._run: Any = wandb.init(**options)
-
-    def __call__(self, step: FitStep) -> None:
-        """Log a step."""
-        self._run.log(figures(step), step=step.num_steps)
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+        self._tracker = wandb.init(**options)
 
 
 class MLflow:

@@ -22,7 +22,7 @@ from ray.util.placement_group import remove_placement_group
 
 from raysharding.config import Timeouts
 from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RendezvousError
-from raysharding.group.calls import Collect, ModelFiles
+from raysharding.group.calls import ModelFiles, collect_all
 from raysharding.group.cluster import (
     NAMESPACE,
     actor_name,
@@ -101,9 +101,8 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, spec: GroupSpec, ans
 
 def _settle(client: Client) -> bool:
     """Wait for the earlier driver's last Command, and judge its errors; return True if the ranks have an optimizer."""
-    values = Collect(lambda call: call.values())
     epoch = client.members[0].epoch
-    held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=values).result()
+    held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=collect_all).result()
     # The state changes that earlier drivers saw were lost with those drivers.
     client.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
     responses = probe_all(client.members, "last_response", epoch, within_s=_ANSWER_S).replies
@@ -114,7 +113,7 @@ def _settle(client: Client) -> bool:
     if seen and not leaves_intact(seen[0].failure.phase, seen, changes, len(infos)):
         raise broken(name, judge(seen, f"the last call of the earlier driver, on {name}", False))
     if seen and resets_some(seen, len(infos)):
-        client.submit_same("reset", collect=values).result()
+        client.submit_same("reset", collect=collect_all).result()
     return held[0][0]
 
 

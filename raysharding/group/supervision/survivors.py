@@ -41,10 +41,8 @@ class Replicas:
 
     def sources(self, lost: Collection[int]) -> dict[int, int]:
         """Return, for each lost rank, the lowest other rank that holds its shard."""
-        found = {}
-        for rank in sorted(lost):
-            found[rank] = next(one for one in self._holders(rank % self.num_shards) if one not in lost)
-        return found
+        holders = {rank: self._holders(rank % self.num_shards) for rank in sorted(lost)}
+        return {rank: next(one for one in held if one not in lost) for rank, held in holders.items()}
 
     def are_alike(self, changes: Mapping[int, StateChange]) -> bool:
         """Return True if a call changed all copies of each shard alike, by the reports of the ranks."""

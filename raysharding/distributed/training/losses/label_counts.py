@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +26,13 @@ def takes_count(module: nn.Module) -> bool:
 
 def has_count(module: nn.Module, batch: RankBatch) -> bool:
     """Return True if the caller passed `num_items_in_batch`."""
-    index = position_of(module, _NAME)
-    if index is not None and index < len(batch.wrapped_args):
-        return batch.wrapped_args[index] is not None
-    return batch.wrapped_kwargs.get(_NAME) is not None
+    return _argument(module, _NAME, batch.wrapped_args, batch.wrapped_kwargs) is not None
+
+
+def _argument(module: nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call of the module, given by position or by name; `None` if it is not given."""
+    index = position_of(module, name)
+    return kwargs.get(name) if index is None or index >= len(args) else args[index]
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,7 @@ class LabelCounts:
 
 def count_labels(module: nn.Module, batch: RankBatch) -> LabelCounts | None:
     """Count the labels of a call as the model's loss does; `None` if it has no integer labels. Not collective."""
-    labels = batch.kwargs.get("labels")
-    if labels is None and (index := position_of(module, "labels")) is not None and index < len(batch.args):
-        labels = batch.args[index]
+    labels = _argument(module, "labels", batch.args, batch.kwargs)
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.ndim:
         return None
     if batch.is_dummy:
