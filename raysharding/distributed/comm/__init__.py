@@ -24,6 +24,7 @@ from raysharding.distributed.comm.json_collectives import (
     all_gather_json,
     any_rank,
     broadcast_json,
+    broadcast_tensor,
     metadata_device,
 )
 from raysharding.distributed.comm.link_test import LinkTimes, measure_link

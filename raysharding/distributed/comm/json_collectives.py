@@ -141,3 +141,23 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
         found = _resized(data, length, group)
         dist.broadcast(found, group_src=source, group=group)
     return _decode(to_host(found))
+
+
+def broadcast_tensor(mine: torch.Tensor | None, dtype: str, shape: Sequence[int], source: int = 0) -> torch.Tensor:
+    """Broadcast a tensor of one rank, whose dtype and shape all ranks know; collective over the default group.
+
+    Args:
+        mine: The tensor, on the source; `None` on the other ranks.
+        dtype: Name of its dtype in torch.
+        shape: Its shape.
+        source: Rank that sends.
+
+    Returns:
+        A copy in memory of its own, on `metadata_device`.
+    """
+    value = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=metadata_device())
+    if mine is not None:
+        value.copy_(mine.detach())
+    if value.numel():
+        dist.broadcast(value.view(-1).view(torch.uint8), src=source)
+    return value

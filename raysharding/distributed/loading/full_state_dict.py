@@ -16,7 +16,7 @@ from torch import nn
 
 from raysharding.checkpoint.format import EXTRA_STATE_NAME
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree, agreeing, from_rank_0, metadata_device
+from raysharding.distributed.comm import agree, agreeing, broadcast_tensor, from_rank_0
 from raysharding.distributed.fully_shard import (
     TensorTable,
     is_fsdp_hook,
@@ -308,23 +308,12 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
             "missing": [key for key in owners if key not in values],
             "unexpected": [key for key in keys if key not in owners],
             "tensors": [
-                [list(item.shape), str(item.dtype).removeprefix("torch."), item.device.type] for item in tensors
+                [str(item.dtype).removeprefix("torch."), list(item.shape), item.device.type] for item in tensors
             ],
         }
 
     told = from_rank_0(outline)
-    received = _broadcast(tensors, told["tensors"])
+    left = iter(tensors)
+    received = [broadcast_tensor(next(left, None), *known).to(device) for *known, device in told["tensors"]]
     values = {key: decode(value, received) for key, value in told["values"].items()}
     return ExtraState(values, tuple(told["missing"]), tuple(told["unexpected"]))
-
-
-def _broadcast(tensors: list[torch.Tensor], outlines: list[list[Any]]) -> list[torch.Tensor]:
-    """Broadcast rank 0's tensors; collective, if there are any."""
-    made = []
-    for index, (shape, dtype, device) in enumerate(outlines):
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=metadata_device())
-        if tensors:  # rank 0
-            value.copy_(tensors[index].detach())
-        dist.broadcast(value.view(-1).view(torch.uint8), src=0)
-        made.append(value.to(device))
-    return made

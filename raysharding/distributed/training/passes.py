@@ -12,7 +12,6 @@ Note [Passes]: rows of text beside rows with images.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import agree, all_gather_ints, all_gather_json, broadcast_json, metadata_device
+from raysharding.distributed.comm import agree, all_gather_ints, all_gather_json, broadcast_json, broadcast_tensor
 from raysharding.distributed.fully_shard import unwrapped
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
@@ -143,7 +142,7 @@ def _copied(part: RankBatch, source: int) -> RankBatch:
         if _TENSOR not in node:
             return node
         dtype, shape = node[_TENSOR]
-        return _received(source, left, getattr(torch, dtype), shape)
+        return broadcast_tensor(next(left, None), dtype, shape, source)
 
     # `object_hook` is called in the order of the text, in which `_as_json` has met the tensors.
     args, kwargs = ({name: json.loads(text, object_hook=decode) for name, text in one.items()} for one in told)
@@ -172,13 +171,3 @@ def _as_json(named: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[Any,
                 "blank image), or tensors, numbers and text, or lists and dicts of these"
             ) from error
     return told
-
-
-def _received(source: int, tensors: Iterator[torch.Tensor], dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """Broadcast the next tensor of the source; collective."""
-    data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=metadata_device())
-    if dist.get_rank() == source:
-        data.copy_(next(tensors).contiguous().reshape(-1).view(torch.uint8))
-    if len(data):
-        dist.broadcast(data, source)
-    return data.view(dtype).reshape(shape)
