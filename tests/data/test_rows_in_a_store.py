@@ -63,10 +63,14 @@ def test_rows_of_which_every_answer_is_short_are_an_error(uri: str, s3: S3Server
         numbers(uri)
 
 
-def test_expired_credentials_and_a_shortened_object_have_their_own_cure(uri: str, s3: S3Server) -> None:
+def test_refused_and_expired_credentials_and_a_shortened_object_have_their_own_cures(uri: str, s3: S3Server) -> None:
     source = opened(uri)
+    s3.proxy.faults.append(Fault("status", status=403, code="AccessDenied", path=r"rows\."))
+    with pytest.raises(DataError, match=r"tried once: .*access was refused: set AWS_ACCESS_KEY_ID"):
+        list(epoch_batches(source, 100, 0, 1))
+    s3.proxy.reset()
     s3.proxy.faults.append(Fault("status", status=400, code="ExpiredToken", path=r"rows\."))
-    with pytest.raises(DataError, match=r"tried once: .*temporary credentials .*have expired: renew them"):
+    with pytest.raises(DataError, match=r"tried once: .*temporary credentials .* have expired: renew them"):
         list(epoch_batches(source, 100, 0, 1))
     s3.proxy.reset()
     s3.put(uri.split("?")[0].removeprefix(f"s3://{s3.bucket}/") + "/rows." + uri.split("?")[0].rpartition("-")[2], b"")

@@ -15,7 +15,7 @@ from raysharding.checkpoint.storage.input_file import InputFile
 from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
 from raysharding.checkpoint.storage.local import LocalStorage
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
-from raysharding.checkpoint.storage.uri import is_remote, join_path, root_of
+from raysharding.checkpoint.storage.uri import is_remote, join_path, root_of, scheme_of
 from raysharding.errors import CheckpointError
 
 
@@ -194,8 +194,9 @@ class RemoteFileSystem:
             handle = self._system.open_input_file(inside)
             return handle, handle.size()
 
-        handle, num_bytes = self._requests.call(inside, "opening it", send)
-        return arrow.PythonFile(InputFile(RemoteFile(inside, handle, Found("file", num_bytes), self._requests)), "r")
+        uri = f"{scheme_of(self._directory)}://{inside}"
+        handle, num_bytes = self._requests.call(uri, "opening it", send)
+        return arrow.PythonFile(InputFile(RemoteFile(uri, handle, Found("file", num_bytes), self._requests)), "r")
 
 
 class RemoteStorage:

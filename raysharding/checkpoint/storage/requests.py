@@ -65,9 +65,8 @@ _REFUSED: Final = re.compile(
     r"|INVALID_SIGNATURE|MISSING_AUTHENTICATION|PERMISSION_DENIED|UNAUTHENTICATED|HTTP status 40[13]\b",
     re.IGNORECASE,
 )
-_EXPIRED: Final = re.compile(r"EXPIRED_?TOKEN|TOKEN_?EXPIRED|HTTP status 400\b.*No response body", re.IGNORECASE)
-"""Of a request for an object's size, whose answer has no text, the status alone."""
-_CHANGED: Final = re.compile(r"INVALID_?RANGE|HTTP status 41[26]\b", re.IGNORECASE)
+_EXPIRED: Final = re.compile(r"EXPIRED_?TOKEN|TOKEN_?EXPIRED", re.IGNORECASE)
+_CHANGED: Final = re.compile(r"INVALID_?RANGE|HTTP status 416\b", re.IGNORECASE)
 _MISSING: Final = re.compile(
     r"RESOURCE_NOT_FOUND|NO_SUCH_BUCKET|NO_SUCH_KEY|NOT_FOUND|HTTP status 404\b", re.IGNORECASE
 )
@@ -193,9 +192,9 @@ def _as_checkpoint_error(path: str, what: str, num_tries: int, error: BaseExcept
     said = first_line(error)
     if _EXPIRED.search(said):
         cure = (
-            "the store refused the request, as it does where temporary credentials (AWS_SESSION_TOKEN) have expired: "
+            "the temporary credentials (AWS_SESSION_TOKEN) have expired: renew them in the driver's environment, and "
         )
-        cure += "renew them in the environment of the driver, and start the ranks again"
+        cure += "start the ranks again"
     elif _CHANGED.search(said):
         cure = "the object is shorter than when it was opened, so it was written anew meanwhile: open it again, and "
         cure += "write new data under another name"
@@ -205,7 +204,8 @@ def _as_checkpoint_error(path: str, what: str, num_tries: int, error: BaseExcept
     elif isinstance(error, FileNotFoundError) or _MISSING.search(said):
         cure = "there is no such bucket or object: check the URI"
     elif _is_permanent(error):
-        cure = "the store refused the request: check the URI and its query (region=..., endpoint_override=...)"
+        cure = "the store refused the request: check the URI and its query (region=..., endpoint_override=...), and "
+        cure += "whether temporary credentials have expired"
     else:
         cure = "check the network and the store, and load again"
     times = "once" if num_tries == 1 else f"{num_tries} times"

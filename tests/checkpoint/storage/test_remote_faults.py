@@ -114,8 +114,8 @@ def test_an_answer_that_is_always_short_is_an_error(checkpoint: Checkpoint, s3: 
 
 
 def test_a_range_may_end_in_any_byte(s3: S3Server) -> None:
-    s3.put("bytes", data := bytes(range(256)))
-    file = remote_storage(QUICK).open(s3.uri("bytes"))
+    s3.put("ends/bytes", data := bytes(range(256)))
+    file = remote_storage(QUICK).open(s3.uri("ends/bytes"))
     assert [read_bytes(file, 0, length) for length in range(1, 257)] == [data[:length] for length in range(1, 257)]
     assert len([request for request in s3.proxy.requests if request.method == "GET"]) == 257
 
