@@ -64,7 +64,10 @@ def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
 
 
 class Sidecars:
-    """The small files of a checkpoint's directory, in memory once they are read: a save does not need their origin."""
+    """The small files of a checkpoint's directory, in memory once they are read: a save does not need their origin.
+
+    Files of over 64 MiB in all, as modules of sentence-transformers may have, are read anew each time.
+    """
 
     def __init__(self, directory: str) -> None:
         """Read nothing yet.
@@ -88,7 +91,10 @@ class Sidecars:
             storage = storage_of(directory)
             names = list_sidecar_files(storage, directory)
             found = storage.each(lambda name: read_sidecar(storage, directory, name), names)
-            self._files = dict(zip(names, found, strict=True))
+            files = dict(zip(names, found, strict=True))
+            if sum(map(len, found)) >= _MAX_BYTES:
+                return files
+            self._files = files
         return self._files
 
 
