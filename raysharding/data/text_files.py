@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from string import ascii_letters, digits
 from typing import Any, Self
 
 import numpy as np
@@ -32,7 +33,7 @@ _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 """A row as pyarrow's parser of CSV ends it: a quote opens a field only at its beginning, and two in it are one."""
 _CODE = r"^[+-]?(0\d+|\d{16,})$"
 """An integer that begins with 0, or that int64 or float64 may change."""
-_INSIDE = np.isin(np.arange(256), np.frombuffer(b"+-./:_" + bytes(range(48, 58)) + bytes(range(65, 91)), np.uint8))
+_INSIDE = np.isin(np.arange(256), np.frombuffer(b"+-./:_" + (digits + ascii_letters).encode(), np.uint8))
 """Bytes after which digits begin no integer: those of floats, dates, times and words."""
 
 

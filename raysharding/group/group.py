@@ -718,11 +718,12 @@ class ShardedModelGroup:
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet, JSON Lines or
-                CSV file, or a directory of such files, as a path or URI that all ranks' nodes can read; the name of a
-                dataset for Hugging Face's `datasets`, `"org/name"` (its split `train`) or `"name:split"`, that is no
-                path here, which every rank loads; a list of rows, or any object with `len` and `[number]`; a mapping of
-                names to columns; an iterable that pickles, or a function that returns one, which every rank iterates
-                over completely. A row is usually a mapping of names to numbers, lists or tensors.
+                CSV file, or a directory of such files, as a path or URI that all ranks' nodes can read, or a list of
+                paths of files; the name of a dataset for Hugging Face's `datasets`, `"org/name"` (its split `train`) or
+                `"name:split"`, that is no path here, which every rank loads; a list of rows, or any object with `len`
+                and `[number]`; a mapping of names to columns; an iterable that pickles, or a function that returns one,
+                which every rank iterates over completely. A row is usually a mapping of names to numbers, lists or
+                tensors.
             batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
             rows_per_item: Number of consecutive rows of the data that belong together: 2 if rows 0 and 1 are a pair,
                 rows 2 and 3 the next. An item is in one step, on one rank, and in one part of an accumulation;

@@ -318,7 +318,8 @@ def test_a_named_group_that_was_being_made_does_not_outlive_its_driver(
 
 WAITS_FOR_ROOM = """
 import threading
-threading.Thread(target=make, kwargs={"placement": Placement(cpus_per_rank=1000), "name": "llama"}, daemon=True).start()
+options = {"placement": Placement(strategy="STRICT_SPREAD"), "name": "llama"}
+threading.Thread(target=make, kwargs=options, daemon=True).start()
 from ray.util.placement_group import placement_group_table
 while not [one for one in placement_group_table().values() if one["state"] == "PENDING"]:
     time.sleep(0.02)

@@ -137,7 +137,7 @@ def test_an_owner_that_dies_before_its_named_group_is_loaded(
     pids = ray.get([one.__ray_call__.remote(lambda _: os.getpid()) for one in owners])
     asked: dict[str, dict[str, Any]] = {
         "builds": {"model": build_for_ever},
-        "waits": {"placement": Placement(cpus_per_rank=1000)},
+        "waits": {"placement": Placement(strategy="STRICT_SPREAD")},
         "starts": {},
     }
     seen: dict[str, Callable[[], bool]] = {
