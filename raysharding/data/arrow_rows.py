@@ -255,7 +255,7 @@ def as_table(columns: Mapping[str, Any], types: Mapping[str, Any], named: Callab
         try:
             is_made = name not in types or isinstance(values, arrow.ChunkedArray)
             made[name] = _as_array(values) if is_made else arrow.array(values, type=types[name])
-        except (arrow.ArrowException, TypeError, ValueError) as error:
+        except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{named(name)} cannot be written: {str(error).strip()}") from error
     return arrow.table(made)
 

@@ -92,8 +92,11 @@ def _as_tensors(value: Any) -> Any:
     elif isinstance(value, tuple):
         return tuple(_as_tensors(one) for one in value)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        # torch computes with no other unsigned integers than uint8.
-        value = torch.tensor(value.astype(np.int64) if value.dtype.kind == "u" else value)
+        if value.dtype.kind == "u":  # torch computes with no other unsigned integers than uint8
+            if value.size and value.max() > np.iinfo(np.int64).max:
+                raise ValueError(f"an integer of the data, {value.max()}, is over int64: convert its column")
+            value = value.astype(np.int64)
+        value = torch.tensor(value)
     if not isinstance(value, torch.Tensor):
         return value
     if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, normal_path, remote_storage
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, normal_path, remote_storage, root_of
 from raysharding.data.arrow_rows import schema_from_text
 from raysharding.data.collate import KnownColumns
 from raysharding.data.source import BlockSource
@@ -138,8 +138,10 @@ def chosen_columns(source: DataPath, kinds: Mapping[str, str], known: KnownColum
 
 
 def is_path(data: Any) -> bool:
-    """Return True for a path object, and for a text with the ending of a file of rows; other texts may be rows."""
-    return isinstance(data, os.PathLike) or (isinstance(data, str) and data.endswith(SUFFIXES))
+    """Return True for a path object, a directory and a text with the ending of a file of rows; others may be rows."""
+    if not isinstance(data, str):
+        return isinstance(data, os.PathLike)
+    return data.partition("?")[0].lower().endswith(SUFFIXES) or os.path.isdir(data)
 
 
 def list_all_files(source: DataPath) -> tuple[str, ...]:
@@ -149,12 +151,12 @@ def list_all_files(source: DataPath) -> tuple[str, ...]:
         DataError: There are none, or they are in different file systems or of different formats.
     """
     paths = [normal_path(path) for path in (source.path, *source.others)]
-    stores = {(path.partition("://")[0], path.partition("?")[2]) if is_remote(path) else "a disk" for path in paths}
+    stores = {root_of(path) if is_remote(path) else "a disk" for path in paths}
     files = tuple(file for path in paths for file in list_files(path))
-    endings = {next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "") for file in files}
+    endings = {next((suffix for suffix in SUFFIXES if file.lower().endswith(suffix)), "") for file in files}
     if len(stores) > 1 or len(endings) > 1:
         what = f"and the {len(source.others)} paths after it are not of one kind: {', '.join(sorted(endings))}"
-        raise DataError(f"{what}: give files of one format, in one file system", path=paths[0])
+        raise DataError(f"{what}: give files of one format, on disks or in one store", path=paths[0])
     return files
 
 
@@ -184,7 +186,7 @@ def list_files(directory: str) -> tuple[str, ...]:
     paths = [one.path for one in found if one.is_file]
     shown = [path for path in paths if not re.search(r"(^|/)[._]", path[len(inside) :].lstrip("/"))]
     for suffix in SUFFIXES:
-        files = tuple(sorted(path for path in shown if path.endswith(suffix)))
+        files = tuple(sorted(path for path in shown if path.lower().endswith(suffix)))
         if files:
             return files
     others = next((f"; of {path}: {cure}" for path in shown if (cure := _cure(path))), "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
+from dis import get_instructions
 from functools import partial
 from hashlib import sha256
 from types import CodeType, FunctionType, MethodType
@@ -17,6 +18,7 @@ from raysharding.data.files import RowFiles, connected, reading
 from raysharding.data.source import BlockSource, Columns, SequenceRows
 
 _SAMPLES = 64
+_VALUES = (bool, int, float, str, list, tuple, dict, torch.Tensor, torch.nn.Module, np.ndarray)
 
 
 def fingerprint(values: Iterable[Any]) -> str:
@@ -24,15 +26,12 @@ def fingerprint(values: Iterable[Any]) -> str:
 
     Args:
         values: Numbers, texts, tensors, arrays, functions, and collections of these. A function counts by its code, its
-            defaults, what it closes over, and the numbers, texts and functions of its own module that it names. Any
-            other object counts by its `repr`, or without one of its own by its type; a callable one of `values` by its
-            `__call__` and its attributes.
+            defaults, what it closes over, and the values and functions of its own module that it names. Any other
+            object counts by its `repr`, or without one of its own by its type and its attributes.
     """
     digest, seen = sha256(), set[int]()
     for value in values:
-        is_object = callable(value) and not isinstance(value, type | partial | FunctionType | MethodType)
-        known = [type(value).__call__, getattr(value, "__dict__", {})] if is_object else value
-        digest.update(json.dumps(as_json(known, seen)).encode())
+        digest.update(json.dumps(as_json(value, seen), sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
@@ -51,11 +50,11 @@ def rows_fingerprint(source: BlockSource) -> str:
         return fingerprint([rows.columns] if isinstance(rows, Columns) else rows)
     ends = source.block_rows.cumsum()
     places = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLES).astype(np.int64)).tolist()
-    facts: list[Any] = ends.tolist()
+    facts: list[Any] = [int(ends[-1])]
     if isinstance(source, RowFiles):
         with reading(source.directory):
             found = connected(source.directory)[0].get_file_info(list(source.files))
-        facts, places = [*facts, *((one.size, one.mtime_ns) for one in found)], places[:1]
+        facts, places = [*facts, *((one.base_name, one.size, one.mtime_ns) for one in found)], places[:1]
     return fingerprint([facts, *_rows_at(source, places)])
 
 
@@ -74,7 +73,7 @@ def as_json(value: Any, seen: set[int] | None = None) -> Any:
 
     Args:
         value: The value.
-        seen: The `id` of each function before it, which is left out: functions may name each other.
+        seen: The `id` of each function and object before it, which is left out: they may name each other.
     """
     seen = set() if seen is None else seen
 
@@ -87,32 +86,59 @@ def as_json(value: Any, seen: set[int] | None = None) -> Any:
         case Mapping():
             return dict(zip(map(str, value), parts(*value.values()), strict=True))
         case list() | tuple():
-            return parts(*value)
+            return list(value) if all(type(one) in (int, float, str) for one in value) else parts(*value)
         case set() | frozenset():
-            return sorted(map(repr, value))  # the order differs between processes
+            return sorted(map(json.dumps, parts(*value)))  # the order differs between processes
         case torch.Tensor():
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            dense = (value if value.layout is torch.strided else value.to_dense()).detach().resolve_conj().resolve_neg()
+            data = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return [str(value.dtype), list(value.shape), sha256(data.data).hexdigest()]
         case np.ndarray() if value.dtype != object:
-            return [value.dtype.str, list(value.shape), sha256(value.tobytes()).hexdigest()]
+            return [str(value.dtype), list(value.shape), sha256(value.tobytes()).hexdigest()]
         case np.ndarray():
             return parts(*value.tolist())
         case partial():
             return parts(value.func, value.args, value.keywords)
         case MethodType():
             return parts(value.__func__, value.__self__)
-        case FunctionType() if id(value) in seen:
-            return value.__qualname__
-        case FunctionType():
-            seen.add(id(value))
-            closed = [cell.cell_contents for cell in value.__closure__ or ()]
-            named = [value.__globals__.get(name) for name in value.__code__.co_names]
-            own = [one for one in named if isinstance(one, bool | int | float | str) or _is_beside(one, value)]
-            return parts(value.__code__, value.__defaults__, value.__kwdefaults__, closed, own)
+        case torch.nn.Module():
+            return parts(repr(value), value.state_dict())
         case CodeType():
             return parts(value.co_code, value.co_names, value.co_consts)
+    if id(value) in seen:
+        return "seen"
+    if isinstance(value, FunctionType):
+        seen.add(id(value))
+        return parts(value.__code__, value.__defaults__, value.__kwdefaults__, _closed(value), _named(value))
+    if not isinstance(value, type) and (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        return as_json(np.asarray(value), seen)
     text = repr(value)
-    return type(value).__qualname__ if " at 0x" in text else text
+    if " at 0x" not in text:
+        return text
+    seen.add(id(value))
+    is_object = not isinstance(value, type) and hasattr(value, "__dict__")
+    return parts(getattr(value, "__qualname__", type(value).__qualname__), vars(value) if is_object else None)
+
+
+def _closed(function: FunctionType) -> list[Any]:
+    """Return what a function closes over; nothing for a name that has no value yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
+
+
+def _named(function: FunctionType) -> dict[str, Any]:
+    """Return the values, and the functions of the same module, that a function names; also in functions within it."""
+    codes = [function.__code__]
+    for code in codes:  # grows
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    names = {
+        one.argval for code in codes for one in get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    found = {name: function.__globals__.get(name) for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, _VALUES) or _is_beside(one, function)}
 
 
 def _is_beside(value: Any, function: FunctionType) -> bool:

@@ -49,7 +49,7 @@ def hub_name(text: str) -> HubRows | None:
     What exists here is a path, and so is what has a scheme, or the ending of a file of rows.
     """
     match = _NAME.fullmatch(text)
-    if match is None or "://" in text or text.endswith(SUFFIXES) or os.path.exists(text):
+    if match is None or "://" in text or text.lower().endswith(SUFFIXES) or os.path.exists(text):
         return None
     if match["split"] is None and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
         return None

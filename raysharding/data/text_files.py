@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from string import ascii_letters, digits
 from typing import Any, Self
 
@@ -31,9 +30,9 @@ _BOM = b"\xef\xbb\xbf"
 _FIELD = rb'(?>"[^"]*+(?>""[^"]*+)*+"[^,\r\n]*+|(?!")[^,\r\n]*+)'
 _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 """A row as pyarrow's parser of CSV ends it: a quote opens a field only at its beginning, and two in it are one."""
-_CODE = r"^[+-]?(0\d+|\d{16,})$"
-"""An integer that begins with 0, or that int64 or float64 may change."""
-_INSIDE = np.isin(np.arange(256), np.frombuffer(b"+-./:_" + (digits + ascii_letters).encode(), np.uint8))
+_CODE = r"^\s*[+-]?(0[\dxX].*|\d{16,}\s*)$"
+"""A number that begins with 0, or that int64 or float64 may change."""
+_INSIDE = np.isin(np.arange(256), np.frombuffer(b"./:_" + (digits + ascii_letters).encode(), np.uint8))
 """Bytes after which digits begin no integer: those of floats, dates, times and words."""
 
 
@@ -132,7 +131,7 @@ class TextFiles(RowFiles):
 
 
 def _is_csv(file: str) -> bool:
-    return file.endswith(".csv")
+    return file.lower().endswith(".csv")
 
 
 def _blocks(handle: Any, file: str) -> Iterator[tuple[int, bytes]]:
@@ -277,16 +276,12 @@ def _unlike_numbers(file: str, data: bytes, table: Any, names: list[str] | None)
     from pyarrow import compute
 
     numbers = {one.name: kind for one in table.schema if "numbers" in (kind := kind_of(one.type)) or "floats" in kind}
-    for name in (name for name, kind in numbers.items() if "whole" in kind):
-        column = table[name].combine_chunks()
-        while arrow.types.is_list(column.type):
-            column = column.flatten()
-        if arrow.types.is_integer(column.type):
-            values = column.drop_null().to_numpy(zero_copy_only=False)
+    for name in numbers:
+        for values in _integers(table[name].combine_chunks()):
             with np.errstate(invalid="ignore"):  # 2^63
                 inexact = values[values.astype(np.float64).astype(values.dtype) != values]
             yield from ((name, str(one)) for one in inexact[:1])
-    if not len(places := _long_or_padded(data)):
+    if not _has_long_or_padded(data):
         return
     if _is_csv(file):
         texts = _parsed(file, data, names, arrow.schema([(name, arrow.string()) for name in numbers]), list(numbers))
@@ -295,33 +290,46 @@ def _unlike_numbers(file: str, data: bytes, table: Any, names: list[str] | None)
             unlike = [one for one in found if _is_code(one) or int(float(one)) != int(one)]
             yield from ((name, one) for one in (*filter(_is_code, unlike), *unlike)[:1])
     elif any("floats" in kind for kind in numbers.values()):
-        ends = _row_ends(file, data, 1).tolist()
-        rows = [
-            json.loads(data[start:end])
-            for start, end in pairwise([0, *ends, len(data)])
-            if places.searchsorted(start) < places.searchsorted(end)
-        ]
+        rows = list(_objects(data.decode()))
         for name in numbers:
             leaf = (one for row in rows for _, one in leaves(row.get(name)) if type(one) is int)
             unlike = [one for one in leaf if _is_code(one) or int(float(one)) != one]
             yield from ((name, str(one)) for one in unlike[:1])
 
 
-def _long_or_padded(data: bytes) -> Any:
-    """Return the places in a block where 16 digits, or 0 and a digit, may begin an integer; int64 [places]."""
-    values = np.frombuffer(b"\n" + data, dtype=np.uint8)
-    is_digit = (values >= 48) & (values < 58)
-    others = np.flatnonzero(~np.append(is_digit, False))
-    first, length = others[:-1] + 1, np.diff(others) - 1
-    is_padded = (length > 1) & (values[np.minimum(first, len(values) - 1)] == 48)
-    is_long = length >= 16
-    before = values[first - 1]
-    return first[(is_long & (before != 46)) | (is_padded & ~_INSIDE[before])] - 1
+def _integers(column: Any) -> Iterator[Any]:
+    """Yield the integers of a column, of its lists and of its records, as arrays."""
+    import pyarrow as arrow
+
+    if arrow.types.is_integer(column.type):
+        yield column.drop_null().to_numpy(zero_copy_only=False)
+    elif arrow.types.is_list(column.type):
+        yield from _integers(column.flatten())
+    elif arrow.types.is_struct(column.type):
+        for one in column.flatten():
+            yield from _integers(one)
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON text, which may be several in a line, as pyarrow takes them."""
+    decoder, place = json.JSONDecoder(), 0
+    while match := re.compile(r"\s*(?=\S)").match(text, place):
+        found, place = decoder.raw_decode(text, match.end())
+        yield found
+
+
+def _has_long_or_padded(data: bytes) -> bool:
+    """Return True if 16 digits, or 0 and a digit or x, may begin a number in a block."""
+    values = np.frombuffer(b"\n" + data + b"\n", dtype=np.uint8)
+    others = np.flatnonzero((values < 48) | (values > 57))
+    before, after, length = values[others[:-1]], values[others[1:]], np.diff(others) - 1
+    is_padded = (values[others[:-1] + 1] == 48) & ((length > 1) | ((length == 1) & ((after | 32) == ord("x"))))
+    return bool(((length >= 16) & (before != ord("."))).any() or (is_padded & ~_INSIDE[before]).any())
 
 
 def _is_code(value: Any) -> bool:
-    """Return True for an integer that int64 would change: one that begins with 0, or is too large."""
-    return re.match(r"[+-]?0\d", str(value)) is not None or not -(2**63) <= int(value) < 2**63
+    """Return True for a number that int64 would change: one that begins with 0, or an integer that is too large."""
+    return re.match(r"\s*[+-]?0[\dxX]", str(value)) is not None or not -(2**63) <= int(value) < 2**63
 
 
 def _without_times(kind: Any) -> Any:

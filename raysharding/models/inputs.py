@@ -90,9 +90,10 @@ class InputBounds:
             kind, number = name.rpartition(".")[2], submodule.num_embeddings
             if kind == "token_type_embeddings":
                 num_ids["token_type_ids"] = number
-            elif kind in _POSITIONS and number >= least:  # a part for images may have fewer
+            elif kind in _POSITIONS and number >= least and _is_indexed_in_order(submodule, config):
                 unused = 0 if submodule.padding_idx is None else submodule.padding_idx + 1
-                known["num_positions"] = number - getattr(submodule, "offset", unused)
+                number -= getattr(submodule, "offset", unused)
+                known["num_positions"] = min(number, least, known.get("num_positions", number))
         return cls(positions, {name: number for name, number in num_ids.items() if name in parameters}, **known)
 
     def check_names(self, batch: RankBatch, what: str, needs_loss: bool) -> None:
@@ -146,7 +147,8 @@ class InputBounds:
                     f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
                     f"{number - 1}: convert it to int64; in data, convert its column, or use collate="
                 )
-            length = value.shape[-1] if name == "input_ids" and isinstance(value, torch.Tensor) and value.ndim else 0
+            is_text = name == "input_ids" and isinstance(value, torch.Tensor) and value.ndim > 0
+            length = value.shape[-1] if is_text and "position_ids" not in batch.kwargs else 0
             if self.num_positions is not None and length > self.num_positions:
                 raise ValueError(
                     f"{what}: input_ids has {length} columns, and the model has {self.num_positions} positions: cut "
@@ -163,6 +165,12 @@ class InputBounds:
             problem = _unknown(value, number, name == "labels", batch.dim, start)
             if problem is not None:
                 raise ValueError(f"{what}: {name} holds {problem}: {cure}")
+
+
+def _is_indexed_in_order(embedding: nn.Embedding, config: Any) -> bool:
+    """Return True if a model's positions are 0, 1, ... by the columns of `input_ids`, and end with the embedding."""
+    is_known = type(embedding) is nn.Embedding or hasattr(embedding, "offset")
+    return is_known and getattr(config, "model_type", "") != "tapas"  # whose positions restart in each cell
 
 
 def _base(module: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import PIL.Image
 import torch
 
 from raysharding.data import fingerprint, rows_fingerprint, rows_of
@@ -27,10 +28,21 @@ SCALE = {scale}
 def helper(x, known=frozenset(["a", "b", "c"])):
     return fn if x in {{"a", "b", "c", {const!r}}} else SCALE
 
+LABELS = {labels}
+mean = {unrelated}
+
+def inner(x):
+    return x + {inner}
+
 def fn(outputs, batch, {default}):
     '''Return columns.'''
     helper(batch)
-    return {{"value": [one {op} 1 for one in outputs]}}
+    late = lambda one: inner(one) + len(LABELS)
+    return {{"value": [one {op} inner(SCALE) for one in outputs.mean(late)]}}
+
+def unset():
+    return never
+    never = 1
 
 class Call:
     def __init__(self):
@@ -38,10 +50,13 @@ class Call:
     def __call__(self, x):
         return x
 
-closed = [fn, {{"b": torch.arange(3.0)}}, 2.5]
-print(fingerprint([fn, partial(fn, 1, k=2), Call(), lambda: closed]))
+closed = [fn, {{"b": torch.arange(3.0)}}, 2.5, Call()]
+linear = torch.nn.Linear(2, 2, bias=False)
+torch.nn.init.constant_(linear.weight, {weight})
+print(fingerprint([fn, partial(fn, 1, k=2), Call(), Call().__call__, lambda: (closed, linear), torch.{builtin}, unset]))
 """
 FIRST: dict[str, Any] = {"scale": 1, "const": "d", "default": "k=1", "op": "+", "k": 3}
+FIRST |= {"labels": ["a"], "inner": 1, "weight": 0.5, "builtin": "relu", "unrelated": 1.0}
 
 
 def run(seed: str, **changes: Any) -> str:
@@ -56,7 +71,9 @@ def run(seed: str, **changes: Any) -> str:
 def test_functions_count_by_what_decides_their_result() -> None:
     first = run("1")
     assert run("2") == first
-    for name, value in {"scale": 2, "const": "e", "default": "k=2", "op": "-", "k": 4}.items():
+    assert run("1", unrelated=2.0) == first, "an attribute is no global of its name"
+    others = {"scale": 2, "const": "e", "default": "k=2", "op": "-", "k": 4}
+    for name, value in {**others, "labels": ["b"], "inner": 2, "weight": 1.0, "builtin": "sigmoid"}.items():
         assert run("1", **{name: value}) != first, name
 
 
@@ -95,5 +112,9 @@ def source(data: Any) -> Any:
 
 def test_objects_count_by_their_repr_or_type() -> None:
     assert fingerprint([object()]) == fingerprint([object()])
+    images = [PIL.Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
+    assert fingerprint(images) != fingerprint(images[::-1])
+    assert fingerprint([torch.eye(2).to_sparse()]) == fingerprint([torch.eye(2).to_sparse()])
+    assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
     assert fingerprint([Path("a")]) != fingerprint([Path("b")])
     assert fingerprint([partial(print, 1)]) != fingerprint([partial(print, 2)])

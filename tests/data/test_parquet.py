@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -13,7 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raysharding.data import DataPath, KnownColumns, ParquetFiles, epoch_batches, list_all_files, list_files, rank_batch
+from raysharding.data import (
+    DataPath,
+    KnownColumns,
+    ParquetFiles,
+    epoch_batches,
+    files,
+    is_path,
+    list_all_files,
+    list_files,
+    rank_batch,
+)
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.collate import default_collate
 from raysharding.errors import DataError
@@ -198,6 +209,8 @@ def test_unsigned_ids_become_those_that_embeddings_take(kind: Any) -> None:
     batch = default_collate(list(rows))
     assert {name: one.dtype for name, one in batch.items()} == {"ids": torch.int64, "id": torch.int64}
     assert batch["ids"].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match=f"{2**63} is over|{2**63}, is over int64"):
+        default_collate([{"ids": np.array([2**63], np.uint64)}])
 
 
 def test_a_null_among_texts_is_named() -> None:
@@ -218,8 +231,15 @@ def test_a_list_of_paths_is_read_in_its_order(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("number\n1\n")
     paths = [str(tmp_path / f"{name}.parquet") for name in ("b", "a")]
     source = DataPath(paths[0], ("number",), (paths[1],))
-    files = list_all_files(source)
-    assert [row["number"] for row in rows_of(ParquetFiles.open(source, files, (), None), 1)] == list(range(6))
+    found = list_all_files(source)
+    assert [row["number"] for row in rows_of(ParquetFiles.open(source, found, (), None), 1)] == list(range(6))
+    two = DataPath("s3://a/rows.csv", None, ("s3://b/rows.csv",))
+    assert [is_path(one) for one in ("s3://a/rows.CSV?region=x", str(tmp_path), "a text")] == [True, True, False]
+    with (
+        pytest.raises(DataError, match="on disks or in one store"),
+        mock.patch.object(files, "list_files", lambda path: (path,)),
+    ):
+        list_all_files(two)
     with pytest.raises(DataError, match=r"not of one kind: .csv, .parquet: give files of one format"):
         list_all_files(DataPath(paths[0], None, (str(tmp_path / "c.csv"),)))
 

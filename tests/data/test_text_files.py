@@ -261,6 +261,12 @@ def test_text_and_integers_stay_what_they_are(tmp_path: Path) -> None:
         ):
             opened(path)
         assert [row["y"] for row in rows_of(opened(path, "y")) if row["y"]] == [1, 2]
+    records = [{"s": {"a": [2**53 + 1]}}] * 1024 + [{"s": {"a": [0.5]}}] * 3
+    path.write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(DataError, match=f"the column 's' holds floats and .* no float, {2**53 + 1}, in"):
+        opened(path)
+    path.write_text('{"x": 1, "y": 0.5}{"x": 1234567890123456, "y": 1}\n')
+    assert [row["x"] for row in rows_of(opened(path))] == [1, 1234567890123456]
     path.write_text(json.dumps({"x": 2**64}))
     with pytest.raises(DataError, match=str(2**64)):
         opened(path)
@@ -272,15 +278,20 @@ def test_csv_codes_are_text(tmp_path: Path) -> None:
         "large": [str(2**64), "1"],
         "mixed": [str(2**53 + 1), "0.5"],
         "date": ["2026-01-01", "1"],
+        "spaced": [" 00001", "2"],
+        "signed": ["-007", "2"],
+        "hex": ["0x1F", "2"],
+        "floats": ["-0.5e-05", "2"],
     }
     path = tmp_path / "rows.csv"
     for apart in (0, 1200):
-        lines = [",".join(values[0] for values in texts.values()), *["2,2,2,2"] * apart]
+        lines = [",".join(values[0] for values in texts.values()), *[",".join("2" * len(texts))] * apart]
         lines.append(",".join(values[1] for values in texts.values()))
         path.write_text("\n".join([",".join(texts), *lines]))
         rows = rows_of(opened(path))
         for name, values in texts.items():
-            assert [rows[0][name], rows[-1][name]] == values, name
+            expected = [-0.5e-05, 2.0] if name == "floats" else values
+            assert [rows[0][name], rows[-1][name]] == expected, name
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -6,4 +6,4 @@ from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_s
 from raysharding.checkpoint.storage.output import LocalOutput, Output, open_output
 from raysharding.checkpoint.storage.remote import RemoteStorage, connect, remote_storage, storage_of
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, Requests
-from raysharding.checkpoint.storage.uri import is_remote, join_path, normal_path, split_path
+from raysharding.checkpoint.storage.uri import is_remote, join_path, normal_path, root_of, split_path

@@ -99,7 +99,7 @@ def _read_range(handle: Any, offset: int, length: int) -> bytes | bytearray:
             count = handle.get_stream(offset, length).readinto(data)
         except OSError as error:
             if "response stream" in str(error):  # S3's error did not fit into the memory of a short range
-                handle.read_at(_ERROR_BYTES, 0)  # raises it whole
+                handle.read_at(_ERROR_BYTES, offset)  # raises it whole
             raise
         if count != length:
             raise OSError(f"the answer has {count} bytes instead of {length}")
@@ -268,6 +268,10 @@ class RemoteStorage:
         """See `Storage`. A copy within the store, which S3 makes of objects up to 5 GiB."""
         system, inside = self._locate(source)
         to = self._locate(target)[1]
+        if system.type_name not in _WITHOUT_DIRECTORIES:  # HDFS has renames, and pyarrow no copy there
+            self.remove(target)
+            self._requests.call(source, f"renaming it to {target}", lambda: system.move(inside, to))
+            return
         self._requests.call(source, f"copying it to {target}", lambda: system.copy_file(inside, to))
         self.remove(source)
 

@@ -3,6 +3,7 @@
 from raysharding.checkpoint.writing.commit import (
     check_claim,
     check_destination,
+    check_files,
     check_writable,
     commit_files,
     commit_staging,

@@ -126,6 +126,18 @@ def check_claim(staging: str, token: str) -> None:
         raise CheckpointError(what, path=staging)
 
 
+def check_files(staging: str, names: Sequence[str]) -> None:
+    """Check that the weights of a save are there once it is committed: another save to its URI may have removed them.
+
+    Raises:
+        CheckpointError: A file is missing; nothing is committed any more.
+    """
+    if is_remote(staging) and (missing := set(names) - set(storage_of(staging).list_names(staging))):
+        _remove_commits(remote_storage(DEFAULT_REMOTE), staging)
+        what = f"another save to it has removed {min(missing)}: save to a path of its own"
+        raise CheckpointError(what, path=staging)
+
+
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a destination that a save must not replace. A missing or empty directory is never refused.
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from hashlib import sha256
 from math import prod
-from operator import xor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from raysharding.distributed.comm import all_gather_json, current_device
 from raysharding.models import clean_name
@@ -63,38 +61,54 @@ class TensorLayout:
         return [self.local_range(index) for index in range(max(self.num_shards, 1))]
 
 
-def weights_fingerprint(module: nn.Module) -> str:
-    """Return 16 hex digits of a module's parameters, buffers and config, equal for any number of ranks; collective.
+_PART = 1 << 20
 
-    Reads every shard once. A tensor counts by the XOR of its elements (`torch.hash_tensor`), which forgets their order,
-    but can be taken from shards.
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Return 16 hex digits of a module's parameters, persistent buffers and config; collective.
+
+    They are equal for any number of ranks, and for copies of the files. Reads every shard once.
 
     Args:
         module: The root module, whose shards are registered (`reshard`).
     """
-    own: dict[str, int] = {}
-    tensors = module_tensors(module)
-    for name, tensor in tensors.items():
-        places: list[tuple[int, Placement]] = [(dist.get_rank(), Replicate())]
-        if isinstance(tensor, DTensor):
-            places = list(zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True))
-        local = local_tensor(tensor)
-        # Of equal copies one counts: the XOR of two is 0.
-        if local.numel() and all(place == 0 for place, placement in places if placement.is_replicate()):
-            is_float = local.is_floating_point() and local.dtype.itemsize > 1
-            hashed = torch.hash_tensor(local if is_float else local.contiguous().reshape(-1).view(torch.uint8))
-            own[name] = int(hashed.view(torch.int64))
+    kept = persistent_names(module)
+    tensors = {name: tensor for name, tensor in module_tensors(module).items() if name in kept}
+    own = {name: _weighted_sum(name, tensor) for name, tensor in tensors.items() if _is_counted(tensor)}
     every = all_gather_json(own)
     config: Any = getattr(module, "config", None)
     facts = config.to_dict() if hasattr(config, "to_dict") else {}
     described = [
         {name: value for name, value in facts.items() if name not in ("_name_or_path", "transformers_version")},
         [
-            (name, tuple(tensor.shape), str(tensor.dtype), reduce(xor, (found.get(name, 0) for found in every)))
+            (name, tuple(tensor.shape), str(tensor.dtype), sum(found.get(name, 0) for found in every) % 2**64)
             for name, tensor in tensors.items()
         ],
     ]
     return sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Return True on one of the ranks that hold equal copies of a tensor or shard."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_replicate())
+
+
+def _weighted_sum(name: str, tensor: torch.Tensor) -> int:
+    """Return the sum of the bits of a shard's elements, each times an odd number that tells its place in the tensor."""
+    start, _ = tensor_layout(name, tensor).local_range(shard_index_of(tensor) if isinstance(tensor, DTensor) else 0)
+    local = local_tensor(tensor)
+    local = (torch.view_as_real(local.resolve_conj()) if local.is_complex() else local).contiguous().reshape(-1)
+    bits = local.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize])
+    odd = torch.arange(1, 2 * max(1, min(_PART, bits.numel())), 2, device=bits.device)
+    total = 0
+    for part in bits.split(_PART):
+        wide = part.to(torch.int64)
+        total += int((wide * odd[: len(wide)]).sum()) + 2 * start * int(wide.sum())
+        start += len(wide)
+    return total % 2**64
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Sid
 from raysharding.checkpoint.storage import join_path, normal_path, storage_of
 from raysharding.checkpoint.writing import (
     check_claim,
+    check_files,
     check_numbered,
     commit_staging,
     create_staging,
@@ -428,6 +429,7 @@ class Save:
         written.finish(self.staging)
         for name, data in (adapters or {}).items():
             write_file(self.staging, name, data)
+        check_files(self.staging, written.plan.files)
 
     def _commit(self) -> None:
         """Commit the temporary directory, and remove older saves and remains of killed saves."""

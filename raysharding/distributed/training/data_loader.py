@@ -343,7 +343,7 @@ def _open(source: DataPath, whole: Sequence[str] | None, known: KnownColumns | N
 
 
 def _format_of(files: Sequence[str]) -> type[RowFiles]:
-    return TextFiles if files[0].endswith(TEXT_SUFFIXES) else ParquetFiles
+    return TextFiles if files[0].lower().endswith(TEXT_SUFFIXES) else ParquetFiles
 
 
 def _layout(source: Rows) -> str:

@@ -272,7 +272,9 @@ def choose_num_threads(placement: Placement) -> int:
     return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, int(placement.cpus_per_rank))
 
 
-def reserve(world_size: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Reservation:
+def reserve(
+    world_size: int, device_type: str, placement: Placement, lifetime: Lifetime, place_s: float | None = None
+) -> Reservation:
     """Ask Ray for one bundle for each rank; `wait_placed` waits until the placement group is ready.
 
     Args:
@@ -280,6 +282,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, lifetime: L
         device_type: Any but `cpu` adds one accelerator to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         lifetime: What ends the placement group.
+        place_s: The user's deadline, until which CPUs are waited for; `None`: not for those of nodes that nothing adds.
 
     Raises:
         PlacementError: Even the idle cluster has too little room, and no further nodes are to be expected; or Ray does
@@ -292,7 +295,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, lifetime: L
         return Reservation(placement.placement_group, need, is_ours=False)
     reservation = _create(world_size, need, placement, lifetime)  # Ray refuses invalid labels
     try:
-        _refuse_infeasible(world_size, need, placement)
+        _refuse_infeasible(world_size, need, placement, place_s)
     except PlacementError:
         reservation.release()
         raise
@@ -359,7 +362,7 @@ def wait_placed(
             told = now
             _refresh_stale_nodes(reservation.need)
             if reservation.is_ours:  # by now a cluster that has just started says whether it grows
-                _refuse_infeasible(world_size, reservation.need, placement)
+                _refuse_infeasible(world_size, reservation.need, placement, place_s)
             if tells:
                 cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
                 tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
@@ -428,11 +431,13 @@ def _accelerator(need: Resources) -> str | None:
     return next((name for name in need if name != "CPU"), None)
 
 
-def _refuse_infeasible(world_size: int, need: Resources, placement: Placement) -> None:
+def _refuse_infeasible(world_size: int, need: Resources, placement: Placement, place_s: float | None) -> None:
     """Raise if even the idle cluster has too little room for the ranks, and no further nodes are to be expected.
 
     Where a node has died, the same node or another may come in its place: `restart` waits for it until `place_s`.
     """
+    if place_s is not None and _accelerator(need) is None:
+        return  # the user may be adding nodes by hand
     is_short = all(node["Alive"] for node in ray.nodes()) and _room(need, placement).fits_empty < world_size
     if is_short and not may_grow():
         raise _placement_error(world_size, need, placement)

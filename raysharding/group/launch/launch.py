@@ -264,7 +264,7 @@ def _place(
     tells, place_s = spec.progress is not False, spec.timeouts.place_s
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
     begun = time.monotonic()
-    reservation = reserve(world_size, device_type, spec.placement, spec.lifetime)
+    reservation = reserve(world_size, device_type, spec.placement, spec.lifetime, place_s)
     try:
         # The check and the start of an actor are seconds of imports each: they run at the same time, unless the ranks
         # have to wait for room. Actors start only when there is room: Ray 2.60 keeps a detached actor that is pending

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysharding.checkpoint import FileReader, check_manifest, open_checkpoint, read_manifest
+from raysharding.checkpoint.format import Sidecars
 from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.checkpoint.storage.uri import join_path
+from raysharding.checkpoint.writing import create_staging, is_left_over
 from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving import Destination, begin_save
@@ -127,3 +129,24 @@ def test_a_save_that_another_one_replaced_removes_nothing_of_it(s3: S3Server) ->
             assert torch.equal(reader.read_tensor(saved.tensors[name]), filled().state_dict()[name])
         weights = [name for name in storage.list_names(saved.directory) if name.endswith(".safetensors")]
         assert weights == sorted(file.name for file in saved.files), "the replaced save has removed its own"
+
+
+class Between(Sidecars):
+    """Begins another save where the first has looked at its claim, and has not committed."""
+
+    def read(self) -> dict[str, bytes]:
+        create_staging(self._directory, overwrite=True)
+        return {}
+
+
+def save_between(uri: str) -> str:
+    module = shard_module(filled(), init_mesh(device_type()))
+    with pytest.raises(CheckpointError) as caught:
+        begin_save(module, Destination(uri, sidecars=Between(uri)), None, None, 60.0).run()
+    return str(caught.value)
+
+
+def test_a_save_whose_weights_another_one_has_removed_is_none(s3: S3Server) -> None:
+    (said,) = run_ranks(1, save_between, s3.uri("between"), timeout_s=100)
+    assert "another save to it has removed model-00001-of-00001-" in said
+    assert is_left_over(s3.uri("between"))

@@ -149,6 +149,7 @@ def test_a_text_longer_than_the_positions_is_refused(name: str, options: dict[st
     if name == "Llama":  # rotary: any length
         check(input_ids=Split(longer), bounds=bounds, world_size=1)
         return
+    check(input_ids=Split(longer), position_ids=Split(longer * 0), bounds=bounds, world_size=1)  # rows that are packed
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)|must match"):
         model(input_ids=longer)
     with pytest.raises(

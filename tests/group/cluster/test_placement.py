@@ -40,7 +40,7 @@ def test_an_infeasible_group_is_refused_at_once_with_need_against_have(checkpoin
     """Nothing adds nodes to a cluster that `ray.init()` started."""
     begun = now()
     with pytest.raises(PlacementError) as caught:
-        make_group(checkpoint, world_size=3, placement=Placement(cpus_per_rank=5), timeouts=Timeouts(place_s=60))
+        make_group(checkpoint, world_size=3, placement=Placement(cpus_per_rank=5))
     assert now() - begun < 5
     message = str(caught.value)
     first = "3 ranks of 5 CPU each cannot be placed; infeasible: even when idle, the cluster has space for 1 ranks; "
