@@ -183,6 +183,9 @@ class _AtomicFile(io.RawIOBase):
         output, self._output = self._output, None
         assert output is not None, "not yet committed"
         output.finish()
+        if storage_of(self._path).find(self._temporary).kind == "missing":
+            what = "its file is gone before it had its name: another predict has continued this one in the meantime"
+            raise CheckpointError(f"{what}; wait until that one ends", path=self._path)
         storage_of(self._path).move(self._temporary, self._path)
 
     def abort(self) -> None:

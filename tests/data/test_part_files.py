@@ -187,7 +187,16 @@ def test_a_run_that_another_one_continues_ends_in_an_error(kind: str, tmp_path: 
     where = str(tmp_path) if kind == "directory" else s3_server.uri("predict/continued")
     first, second = PartFiles(where), PartFiles(where)
     first.begin(RECORD, resume=False)
+    table = pa.table({"id": range(4)})
+    writer = PartWriter(first.path_of(PARTS[0]), table.schema)
+    writer.write(table)
     second.begin(RECORD | {"run": "b"}, resume=True)
+    second.find(PARTS)
+    if kind == "directory":  # an upload has no file before its end
+        with pytest.raises(DataError, match="its file is gone before it had its name: another predict has continued"):
+            writer.finish()
+    else:
+        writer.finish()
     for part in PARTS:
         write(first, part)
     with pytest.raises(DataError, match="another predict has continued this one meanwhile"):
