@@ -230,6 +230,8 @@ def _parsed(file: str, data: bytes, names: list[str] | None, schema: Any, column
     from pyarrow import csv
     from pyarrow import json as arrow_json
 
+    if names is not None and data.startswith(_BOM):  # a value of CSV: pyarrow drops such bytes at the beginning
+        data = b"\n" + data
     size = max(len(data), 1)
     if _is_csv(file):
         return csv.read_csv(

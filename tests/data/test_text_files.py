@@ -180,6 +180,7 @@ def test_a_column_that_is_not_read_may_change_its_type(tmp_path: Path, csv_file:
 
 
 FIELDS = [
+    "\ufeff",
     "x",
     "",
     'x"y',
