@@ -46,7 +46,6 @@ from raysharding.distributed.fully_shard.layout import (
     shard_index_of,
     tensor_layout,
     unwrapped,
-    weights_fingerprint,
     with_layout,
 )
 from raysharding.distributed.fully_shard.materialize import materialize, tensor_slots
@@ -63,6 +62,6 @@ from raysharding.distributed.fully_shard.recovery import (
     reset,
     without_trace,
 )
-from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
+from raysharding.distributed.fully_shard.same_parameters import compare_before_forward, weights_fingerprint
 from raysharding.distributed.fully_shard.shard import mixed_precision_policy, shard_groups, shard_module, show_shards
 from raysharding.distributed.fully_shard.tensor_table import TensorTable, cut, meta_like

@@ -6,12 +6,9 @@ library: a range of elements is a range of bytes in a file, in a message and in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raysharding.distributed.comm import all_gather_json, current_device
+from raysharding.distributed.comm import current_device
 from raysharding.models import clean_name
 
 _ROWS = Shard(0)
@@ -59,56 +56,6 @@ class TensorLayout:
     def ranges(self) -> list[tuple[int, int]]:
         """Return the `local_range` of every shard; of a replicated tensor, the whole range once."""
         return [self.local_range(index) for index in range(max(self.num_shards, 1))]
-
-
-_PART = 1 << 20
-
-
-def weights_fingerprint(module: nn.Module) -> str:
-    """Return 16 hex digits of a module's parameters, persistent buffers and config; collective.
-
-    They are equal for any number of ranks, and for copies of the files. Reads every shard once.
-
-    Args:
-        module: The root module, whose shards are registered (`reshard`).
-    """
-    kept = persistent_names(module)
-    tensors = {name: tensor for name, tensor in module_tensors(module).items() if name in kept}
-    own = {name: _weighted_sum(name, tensor) for name, tensor in tensors.items() if _is_counted(tensor)}
-    every = all_gather_json(own)
-    config: Any = getattr(module, "config", None)
-    facts = config.to_dict() if hasattr(config, "to_dict") else {}
-    described = [
-        {name: value for name, value in facts.items() if name not in ("_name_or_path", "transformers_version")},
-        [
-            (name, tuple(tensor.shape), str(tensor.dtype), sum(found.get(name, 0) for found in every) % 2**64)
-            for name, tensor in tensors.items()
-        ],
-    ]
-    return sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _is_counted(tensor: torch.Tensor) -> bool:
-    """Return True on one of the ranks that hold equal copies of a tensor or shard."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
-    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return all(place == 0 for place, placement in places if placement.is_replicate())
-
-
-def _weighted_sum(name: str, tensor: torch.Tensor) -> int:
-    """Return the sum of the bits of a shard's elements, each times an odd number that tells its place in the tensor."""
-    start, _ = tensor_layout(name, tensor).local_range(shard_index_of(tensor) if isinstance(tensor, DTensor) else 0)
-    local = local_tensor(tensor)
-    local = (torch.view_as_real(local.resolve_conj()) if local.is_complex() else local).contiguous().reshape(-1)
-    bits = local.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize])
-    odd = torch.arange(1, 2 * max(1, min(_PART, bits.numel())), 2, device=bits.device)
-    total = 0
-    for part in bits.split(_PART):
-        wide = part.to(torch.int64)
-        total += int((wide * odd[: len(wide)]).sum()) + 2 * start * int(wide.sum())
-        start += len(wide)
-    return total % 2**64
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Comparison over ranks, before the first forward, of sharded parameters and of averaged gradients.
+"""Comparison of parameters: over ranks before the first forward, and over runs by a fingerprint of the weights.
 
 Note: why the comparison is needed.
     If ranks differ in ignored, wrapped or frozen modules, or in dtypes, their messages differ in size: gloo ends the
@@ -18,15 +18,24 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from raysharding.distributed.comm import all_gather_json
 from raysharding.distributed.fully_shard.gradients import plain_parameters, replicated_parameters
 from raysharding.distributed.fully_shard.internals import mesh_sizes, parameter_groups
-from raysharding.distributed.fully_shard.layout import module_tensors, named_submodules
+from raysharding.distributed.fully_shard.layout import (
+    local_tensor,
+    module_tensors,
+    named_submodules,
+    persistent_names,
+    shard_index_of,
+    tensor_layout,
+)
 from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
+_PART = 1 << 20
 _MISSING = ["missing"]
 
 _hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
@@ -124,3 +133,54 @@ def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
             what = name if has_one_kind else name.rpartition(".")[0] or "the root"
             lines[f"{what}: " + ", ".join(f"{text} on ranks {some}" for text, some in ranks.items())] = None
     return list(lines)
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Return 16 hex digits of a module's parameters, persistent buffers and config; collective.
+
+    They are equal for any number of ranks, and for copies of the files. Reads every shard once.
+
+    Args:
+        module: The root module.
+    """
+    kept = persistent_names(module)
+    # The root's full parameters stay registered after a forward: resharded, they would be gathered once more.
+    shards = {
+        id(item.full): item.shard for _, one in named_submodules(module) for item in chain(*parameter_groups(one))
+    }
+    tensors = {name: shards.get(id(one), one) for name, one in module_tensors(module).items() if name in kept}
+    own = {name: _weighted_sum(name, tensor) for name, tensor in tensors.items() if _is_counted(tensor)}
+    every = all_gather_json(own)
+    config: Any = getattr(module, "config", None)
+    facts = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = [
+        {name: value for name, value in facts.items() if name not in ("_name_or_path", "transformers_version")},
+        [
+            (name, tuple(tensor.shape), str(tensor.dtype), sum(found.get(name, 0) for found in every) % 2**64)
+            for name, tensor in tensors.items()
+        ],
+    ]
+    return sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Return True on one of the ranks that hold equal copies of a tensor or shard."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_replicate())
+
+
+def _weighted_sum(name: str, tensor: torch.Tensor) -> int:
+    """Return the sum of the bits of a shard's elements, each times an odd number that tells its place in the tensor."""
+    start, _ = tensor_layout(name, tensor).local_range(shard_index_of(tensor) if isinstance(tensor, DTensor) else 0)
+    local = local_tensor(tensor)
+    local = (torch.view_as_real(local.resolve_conj()) if local.is_complex() else local).contiguous().reshape(-1)
+    bits = local.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize])
+    odd = torch.arange(1, 2 * max(1, min(_PART, bits.numel())), 2, device=bits.device)
+    total = 0
+    for part in bits.split(_PART):
+        wide = part.to(torch.int64)
+        total += int((wide * odd[: len(wide)]).sum()) + 2 * start * int(wide.sum())
+        start += len(wide)
+    return total % 2**64

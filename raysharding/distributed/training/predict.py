@@ -45,7 +45,6 @@ from raysharding.distributed.fully_shard import (
     module_mode,
     move_inputs,
     recovering,
-    reshard,
     unwrapped,
     weights_fingerprint,
 )
@@ -249,10 +248,7 @@ class Prediction:
             parts = cut_parts(self.num_rows, plan.num_parts or num_parts)
             return parts, [part for part in parts if part.start not in plan.taken]
 
-        weights = ""
-        if module is not None:
-            reshard(unwrapped(module))
-            weights = weights_fingerprint(unwrapped(module))
+        weights = "" if module is None else weights_fingerprint(unwrapped(module))
 
         def begin() -> dict[str, Any]:
             record = files.begin(self._record(num_parts, weights), resume=plan.resume)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.layout import (
     TensorLayout,
     compute_device,
@@ -21,8 +22,8 @@ from raysharding.distributed.fully_shard.layout import (
     named_submodules,
     persistent_names,
     shard_index_of,
-    weights_fingerprint,
 )
+from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
 from tests.distributed.fully_shard.sharding_models import meshes, sharded
 from tests.distributed.models import Odd
 from tests.spawn import run_ranks
@@ -116,6 +117,10 @@ def fingerprints() -> tuple[set[str], set[str]]:
     for replicate_size in meshes(all_of_them=True):
         module = sharded(model, replicate_size=replicate_size, wrap=["Linear"])
         equal.add(weights_fingerprint(module))
+        with torch.no_grad():
+            module.eval()(torch.arange(8).reshape(4, 2))
+        equal.add(weights_fingerprint(module))  # full parameters of the root are registered
+        reshard(module)
         tensors = module_tensors(module)
         for name, tensor in tensors.items():
             if name == "positions":  # not saved
