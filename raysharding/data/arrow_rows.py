@@ -155,13 +155,22 @@ def common_schema(schemas: Iterable[tuple[str, Any]]) -> Any:
             first.setdefault(one.name, where)
             if known.type == kind or known.metadata:
                 continue
-            both = [arrow.schema([known]), arrow.schema([(one.name, kind)])]
-            try:
-                fields[one.name] = arrow.unify_schemas(both, promote_options="permissive").field(0)
-            except arrow.ArrowException:
-                text = f"holds {known.type} in {first[one.name]}, and {kind} in {where}"
-                fields[one.name] = arrow.field(one.name, arrow.null(), metadata={_MIXED: text})
+            common, mixed = common_type(known.type, kind), None
+            if common is None:
+                mixed = {_MIXED: f"holds {known.type} in {first[one.name]}, and {kind} in {where}"}
+            fields[one.name] = arrow.field(one.name, arrow.null() if common is None else common, metadata=mixed)
     return arrow.schema(list(fields.values()))
+
+
+def common_type(first: Any, second: Any) -> Any:
+    """Return a pyarrow type that holds the values of both types; `None` if there is none."""
+    import pyarrow as arrow
+
+    schemas = [arrow.schema([("", kind)]) for kind in (first, second)]
+    try:
+        return arrow.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except arrow.ArrowException:
+        return None
 
 
 def mixed_types(field: Any) -> str:
@@ -188,7 +197,7 @@ def key_table(rows: Sequence[Any], types: Mapping[str, Any]) -> Any:
     for name, kind in types.items():
         parts = [batch.column(name) for batch in batches]
         try:
-            columns[name] = arrow.chunked_array([one.cast(kind) if kind else _storable(one) for one in parts])
+            columns[name] = arrow.chunked_array([_storable(one) if kind is None else one.cast(kind) for one in parts])
         except arrow.ArrowException as error:
             raise DataError(f"the column {name!r} of the data (keys=) is no {kind}: {str(error).strip()}") from error
     return arrow.table(columns)

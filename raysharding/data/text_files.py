@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import TableReader, check_whole, kind_of, schema_as_text
+from raysharding.data.arrow_rows import TableReader, check_whole, common_type, kind_of, schema_as_text
 from raysharding.data.collate import KnownColumns
 from raysharding.data.files import DataPath, RowFiles, check_names_differ, chosen_columns, reading
 from raysharding.data.source import Reader
@@ -354,11 +354,8 @@ def _merge(types: dict[str, Any], schema: Any, file: str, wanted: Collection[str
         before = types.setdefault(one.name, kind)
         if before == kind or (wanted is not None and one.name not in wanted):
             continue
-        both = [arrow.schema([(one.name, known)]) for known in (before, kind)]
-        try:
-            types[one.name] = arrow.unify_schemas(both, promote_options="permissive").field(0).type
-        except arrow.ArrowException as error:
-            if not _is_csv(file):
-                what = f"the column {one.name!r} holds {kind_of(kind)}, and {kind_of(before)} in earlier rows"
-                raise DataError(what, path=file) from error
-            types[one.name] = arrow.string()  # values of CSV are all text
+        common = common_type(before, kind)
+        if common is None and not _is_csv(file):
+            what = f"the column {one.name!r} holds {kind_of(kind)}, and {kind_of(before)} in earlier rows"
+            raise DataError(what, path=file)
+        types[one.name] = arrow.string() if common is None else common  # values of CSV are all text
