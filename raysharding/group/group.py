@@ -1028,8 +1028,8 @@ class ShardedModelGroup:
                 (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment. Only one
                 save may write to a URI at a time.
             overwrite: Replace an existing save. The existing save stays complete until the new one is; in an object
-                store, which has no rename, it is removed first. Files that no save wrote (a model card,
-                `checkpoint-500/`) stay.
+                store, which has no rename, it is removed first. A directory that also holds what no save wrote (a
+                model card, `checkpoint-500/`) is refused.
             optimizer: Also save the optimizer's state, if an optimizer is set, in the folder `optimizer`, for `load`
                 and for `from_checkpoint(..., optimizer=...)` at any world size. Beside that folder the save then holds
                 the random generators and, during a `fit`, the position in the data. Default True. While `fit` runs, a
@@ -1051,8 +1051,8 @@ class ShardedModelGroup:
         Raises:
             ValueError: `keep_last` or `dtype` is invalid, or there is a `dtype` and an optimizer's state to save; or
                 `path` is relative to a copy of a directory that Ray removes (a job's `--working-dir`, a Tune trial).
-            CheckpointError: The directory exists, is a mount point, holds files that no save could carry over (the
-                error lists them), or cannot be written.
+            CheckpointError: The directory exists, is a mount point, holds files that no save wrote (the error
+                lists them), or cannot be written.
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
         is_origin = dtype is None and (optimizer or not self._fits.is_running)

@@ -13,7 +13,7 @@ import torch
 from raysharding.batch import RankBatch
 from raysharding.checkpoint import open_checkpoint
 from raysharding.checkpoint.storage import join_path, storage_of
-from raysharding.checkpoint.writing import check_writable, is_checkpoint, is_left_over, newest_save
+from raysharding.checkpoint.writing import check_destination, check_writable, is_checkpoint, is_left_over, newest_save
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, agreeing, from_rank_0, to_host
 from raysharding.distributed.fully_shard import clip_grad_norm_
@@ -474,7 +474,8 @@ def _newest(directory: str) -> dict[str, Any] | None:
 def _check_own_saves(directory: str, here: Position) -> bool:
     """Return True if a directory holds the save of a run's position.
 
-    Raise CheckpointError if the run would overwrite or remove another run's saves there.
+    Raise CheckpointError if the run would overwrite or remove another run's saves there, or overwrite a save of its own
+    to which files were added: that save would be refused in the middle of the run.
 
     A directory whose save the run itself removed may still hold files that the user added: such a directory is no save.
     """
@@ -494,5 +495,8 @@ def _check_own_saves(directory: str, here: Position) -> bool:
             raise CheckpointError(what, path=directory)
         # The same save has another epoch, and step of it, if an epoch's end was found after it.
         is_same = (found.num_steps, found.loss, found.evaluations) == (here.num_steps, here.loss, here.evaluations)
-        has_save = has_save or (number == here.num_steps and is_same and is_checkpoint(path))
+        is_held = number == here.num_steps and is_same and is_checkpoint(path)
+        has_save = has_save or is_held
+        if number >= here.num_steps and not is_held:
+            check_destination(path, overwrite=True)
     return has_save

@@ -145,7 +145,6 @@ ROWS = {
             f"{FAULTS}/test_saving.py::test_a_rank_killed_at_any_moment_of_a_save",
             f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_killed",
             "tests/checkpoint/writing/test_commit.py::test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint",
-            "tests/checkpoint/writing/test_carry_over.py::test_killed_at_any_moment_it_loses_nothing",
         ),
     ),
     18: Row(
@@ -154,7 +153,7 @@ ROWS = {
             f"{FAULTS}/test_saving.py::test_a_full_disk_and_a_destination_that_is_taken",
             f"{FAULTS}/test_saving.py::test_two_saves_to_one_place",
             "tests/checkpoint/writing/test_commit.py::test_of_two_saves_to_one_place_the_second_is_refused",
-            "tests/checkpoint/writing/test_carry_over.py::test_what_cannot_go_along_is_refused_with_a_list",
+            "tests/checkpoint/writing/test_other_entries.py::test_an_overwrite_is_refused_with_a_list",
         ),
     ),
     19: Row(

@@ -2,7 +2,7 @@
 
 from raysharding.checkpoint.storage.hub import HubAccess, HubPath, access_to, adopt_access, hub_is_offline
 from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, os_errors, read_bytes, require_file
-from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, mount_points_below
+from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, is_mount_point
 from raysharding.checkpoint.storage.output import LocalOutput, Output, open_output
 from raysharding.checkpoint.storage.remote import RemoteStorage, connect, remote_storage, storage_of
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, Requests

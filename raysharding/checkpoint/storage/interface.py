@@ -72,6 +72,9 @@ class Storage(Protocol):
     def remove(self, path: str) -> None:
         """Remove a file; a missing one is not an error."""
 
+    def remove_tree(self, directory: str) -> None:
+        """Remove everything under a directory; a missing one is not an error."""
+
     def move(self, source: str, target: str) -> None:
         """Give a file another path in the same place; one that is there is replaced."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -34,16 +35,14 @@ def file_system_type(path: str) -> str:
     return _type_in(_read_mounts(), os.fsencode(os.path.realpath(path)))
 
 
-def mount_points_below(path: str) -> list[str]:
-    """Return the mount points at a local path and below it, including bind mounts of the same file system.
+def is_mount_point(path: str) -> bool:
+    """Return True for a mount point, including a bind mount of the same file system.
 
     Args:
         path: A normal path without symlinks.
     """
-    points = (os.fsdecode(_mount_point(line)) for line in _read_mounts().splitlines())
-    found = {point for point in points if point == path or point.startswith(path.rstrip("/") + "/")}
     # The table may be unreadable; `ismount` compares device numbers.
-    return sorted(found | ({path} if os.path.ismount(path) else set()))
+    return os.fsencode(path) in map(_mount_point, _read_mounts().splitlines()) or os.path.ismount(path)
 
 
 def _read_mounts() -> bytes:
@@ -181,6 +180,11 @@ class LocalStorage:
         """See `Storage`."""
         with os_errors("cannot be removed", path), suppress(FileNotFoundError):
             os.unlink(path)
+
+    def remove_tree(self, directory: str) -> None:
+        """See `Storage`."""
+        with os_errors("cannot be removed", directory), suppress(FileNotFoundError):
+            shutil.rmtree(directory)
 
     def move(self, source: str, target: str) -> None:
         """See `Storage`. A rename."""

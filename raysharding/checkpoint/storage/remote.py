@@ -276,7 +276,7 @@ class RemoteStorage:
         self.remove(source)
 
     def remove_tree(self, directory: str) -> None:
-        """Remove everything under a directory; a missing one is not an error."""
+        """See `Storage`."""
         system, inside = self._locate(directory)
         # Never remove a bucket itself.
         remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents

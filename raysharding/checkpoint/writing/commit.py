@@ -14,13 +14,14 @@ removes its own: all that is there only as long as the claim is its own.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from raysharding.checkpoint.format import (
@@ -35,37 +36,23 @@ from raysharding.checkpoint.format import (
     make_staging,
     new_token,
     renamed_staging,
+    staging_path,
     unlock,
 )
-from raysharding.checkpoint.storage import (
-    DEFAULT_REMOTE,
-    RemoteStorage,
-    is_remote,
-    join_path,
-    mount_points_below,
-    os_errors,
-    remote_storage,
-    storage_of,
-)
-from raysharding.checkpoint.writing.carry_over import (
-    carry_over,
-    check_carry,
-    exchange,
-    hand_back,
-    keep_sidecars,
-    swap_directories,
-    sync,
-    user_entries,
-)
+from raysharding.checkpoint.storage import Storage, is_mount_point, is_remote, join_path, os_errors, storage_of
 from raysharding.checkpoint.writing.file_plan import folders_of
 from raysharding.checkpoint.writing.save_files import save_files
-from raysharding.checkpoint.writing.save_record import own_sidecars, read_save_record
+from raysharding.checkpoint.writing.save_record import other_entries, own_sidecars, read_save_record
 from raysharding.errors import CheckpointError
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
 """Files that make a directory a checkpoint; other libraries save a single file."""
 _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER)
 """Entries that an interrupted removal of a save of ours may leave."""
+_NUM_LISTED: Final = 8
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def is_left_over(directory: str) -> bool:
@@ -80,17 +67,32 @@ def is_left_over(directory: str) -> bool:
     return all(storage.find(join_path(directory, name)).kind != "file" for name in COMMITS)
 
 
-def remove_objects(directory: str) -> None:
-    """Remove a checkpoint or part of one. No reader finds part of it meanwhile.
+def remove_save(path: str) -> None:
+    """Remove a save or part of one. Entries that no save has written stay in its directory.
 
-    Entries that no save of ours has written stay.
+    A local directory without such entries is removed in one step; else the files that make it a checkpoint go first.
 
     Raises:
-        CheckpointError: The store cannot be reached, or refuses.
+        CheckpointError: The storage cannot be reached, or refuses.
+        OSError: The directory cannot be renamed or removed.
     """
-    storage = remote_storage(DEFAULT_REMOTE)
+    if is_remote(path) or other_entries(path):
+        _remove_own_entries(path)
+        return
+    hidden = staging_path(path, new_token())
+    # The directory gets the name of a staging directory: without a lock, another save would remove it.
+    lock(path)
+    try:
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    finally:
+        unlock(path)
+
+
+def _remove_own_entries(directory: str) -> None:
+    storage = storage_of(directory)
     copied = own_sidecars(directory)
-    _remove_save(storage, directory)
+    _remove_save_files(storage, directory)
     for name in (*copied, SAVE_RECORD_NAME):
         storage.remove(join_path(directory, name))
     for folder in (*reversed(folders_of(copied)), OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
@@ -99,18 +101,18 @@ def remove_objects(directory: str) -> None:
             storage.remove_tree(where)  # a store may keep the marker of an empty directory
 
 
-def _remove_save(storage: RemoteStorage, directory: str) -> None:
+def _remove_save_files(storage: Storage, directory: str) -> None:
     """Remove the files of a save except its record; first those that make it a checkpoint."""
     if _remove_commits(storage, directory):
         record = join_path(directory, SAVE_RECORD_NAME)
         storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
 
 
-def _remove_commits(storage: RemoteStorage, directory: str) -> bool:
-    """Remove the files that make a directory a checkpoint; return False if there is no directory."""
+def _remove_commits(storage: Storage, directory: str) -> bool:
+    """Remove the files that make a directory a save; return False if there is no directory."""
     if storage.find(directory).kind != "directory":
         return False
-    for name in COMMITS:
+    for name in (*COMMITS, MANIFEST_NAME):
         storage.remove(join_path(directory, name))
     return True
 
@@ -133,7 +135,7 @@ def check_files(staging: str, names: Sequence[str]) -> None:
         CheckpointError: A file is missing; nothing is committed any more.
     """
     if is_remote(staging) and (missing := set(names) - set(storage_of(staging).list_names(staging))):
-        _remove_commits(remote_storage(DEFAULT_REMOTE), staging)
+        _remove_commits(storage_of(staging), staging)
         what = f"another save to it has removed {min(missing)}: save to a path of its own"
         raise CheckpointError(what, path=staging)
 
@@ -146,7 +148,8 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
         overwrite: Allow a checkpoint there.
 
     Raises:
-        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or it is a mount point.
+        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, it holds entries that no
+            save wrote (the error lists them), or it is a mount point.
     """
     remote = is_remote(os.fspath(final))
     path = os.fspath(final) if remote else os.path.realpath(final)
@@ -156,7 +159,7 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
         return
     if found.kind != "directory":
         raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=path)
-    if not remote and path in mount_points_below(path):
+    if not remote and is_mount_point(path):
         # Its siblings are on another file system, and a mount point cannot be renamed.
         what = "is a mount point, which no rename can replace, and a rename is what commits a save: save to a directory"
         raise CheckpointError(f"{what} in it, such as {os.path.join(path, 'model')}", path=path)
@@ -165,12 +168,13 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
         return
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
-    # A directory that holds other work is not a checkpoint.
-    is_git = not remote and ".git" in names
-    if is_git or not any(name.endswith(".safetensors") or (remote and name in _OURS) for name in names):
-        why = "holds a git repository" if is_git else "holds no .safetensors file"
-        what = f"{why}, so overwrite=True does not replace it: remove it yourself, or save to another path"
-        raise CheckpointError(what, path=path)
+    if others := other_entries(path):
+        more = f" and {len(others) - _NUM_LISTED} more" if len(others) > _NUM_LISTED else ""
+        what = f"holds what no save wrote: {', '.join(others[:_NUM_LISTED])}{more}; overwrite=True replaces saves alone"
+        raise CheckpointError(f"{what}: move these elsewhere, or save to another path", path=path)
+    if not any(name.endswith(".safetensors") or name in _OURS for name in names):
+        what = "holds no .safetensors file, so overwrite=True does not replace it"
+        raise CheckpointError(f"{what}: remove it yourself, or save to another path", path=path)
 
 
 def check_writable(directory: str) -> None:
@@ -194,97 +198,70 @@ def check_writable(directory: str) -> None:
 def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str | None = None) -> str:
     """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
 
-    At a remote URI, removes the checkpoint that is there, and what an interrupted save left. Entries that no save
-    writes stay; so do the small files that the old save copied: the new `SaveRecord`, which claims the URI, lists them.
+    At a remote URI, removes the checkpoint that is there, and what an interrupted save left; a new `SaveRecord` claims
+    the URI.
 
     Returns:
         Absolute path of the empty staging directory; a remote URI itself.
 
     Raises:
-        CheckpointError: The destination is refused (`check_destination`), holds entries of the user's that cannot be
-            carried over (`check_carry`), or the directory cannot be created.
+        CheckpointError: The destination is refused (`check_destination`), or the directory cannot be created.
     """
     check_destination(final, overwrite=overwrite)
     if is_remote(uri := os.fspath(final)):
-        storage = remote_storage(DEFAULT_REMOTE)
+        storage = storage_of(uri)
         _remove_commits(storage, uri)  # before the claim, with which they would be a save of this token
+        copied = own_sidecars(uri)
         replace(read_save_record(uri), token=token or new_token()).write(uri)
-        _remove_save(storage, uri)
+        _remove_save_files(storage, uri)
+        storage.each(storage.remove, [join_path(uri, name) for name in copied])
         return uri
     destination = os.path.realpath(final)
     try:
         os.makedirs(os.path.dirname(destination), exist_ok=True)
-        path = make_staging(destination, token or new_token())
+        return make_staging(destination, token or new_token())
     except OSError as error:
         what = f"cannot make a directory: {error.strerror}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             what += "; a save is written beside its destination before one rename commits it, so "
             what += f"{os.path.dirname(destination)} must be writable: save to a directory whose parent is"
         raise CheckpointError(what, path=destination) from error
-    try:
-        check_carry(destination, path)
-    except BaseException:
-        remove_staging(path)
-        raise
-    return path
 
 
 def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Rename the staging directory to `final`. One rank calls this, after all ranks have closed their files.
 
     All files are synced to disk before the rename, and the rename before this returns. The old checkpoint is removed
-    after the new one has replaced it; entries that no save wrote are carried over.
+    after the new one has replaced it. Entries that came into it since `create_staging` are moved to the new one.
 
     Raises:
-        CheckpointError: The destination is refused, another save has taken it meanwhile, or the disk failed. `final` is
-            then unchanged, and `staging` still exists.
+        CheckpointError: Another save has taken the destination meanwhile, or the disk failed. `final` is then
+            unchanged, and `staging` still exists.
     """
     if is_remote(staging):
         return  # the index, written last, has committed it
-    check_destination(final, overwrite=overwrite)
-    path = os.path.realpath(final)
-    replaced = None
+    path, old = os.path.realpath(final), None
     with os_errors(f"cannot commit {staging}", path):
+        _sync_tree(staging)
         if overwrite and os.path.isdir(path):
-            keep_sidecars(path, staging)
-            _sync_tree(staging)
-            replaced = _replace(staging, path)
+            old = _rename_over(staging, path)
         else:
-            _sync_tree(staging)
             _rename_new(staging, path)
         sync(os.path.dirname(path))
     unlock(staging)
-    if replaced is not None:
+    if old is not None:
         try:
-            _remove_replaced(replaced, path)
+            for entry in other_entries(old):
+                os.makedirs(os.path.dirname(os.path.join(path, entry)), exist_ok=True)
+                os.rename(os.path.join(old, entry), os.path.join(path, entry))
+            shutil.rmtree(old)
         except OSError as error:
             # The save itself succeeded. Network file systems keep files that a reader has opened.
-            what = f"{path} is saved, but the checkpoint it replaced could not be removed from {replaced.path}"
+            what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}"
             what += f": {error.strerror}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
-
-
-def remove_checkpoint(path: str) -> None:
-    """Remove a local save in one step. Entries that no save of ours has written stay in its directory.
-
-    Raises:
-        CheckpointError: The directory holds entries that cannot be carried over (`check_carry`).
-        OSError: The directory cannot be renamed or removed.
-    """
-    hidden = make_staging(path, new_token())
-    try:
-        if user_entries(path):
-            replaced = _replace(hidden, path)
-        else:
-            lock(path)
-            os.rename(path, hidden)
-            replaced = _Replaced(hidden)
-    except BaseException:
-        unlock(path)
-        remove_staging(hidden)
-        raise
-    unlock(hidden)
-    _remove_replaced(replaced, path)
+        finally:
+            unlock(path)
 
 
 def remove_abandoned(staging: str) -> None:
@@ -298,7 +275,7 @@ def remove_abandoned(staging: str) -> None:
     try:
         # A writer that is alive after all must fail rather than commit a directory that is being removed.
         os.rename(staging, hidden)
-        _remove_tree(hidden)
+        shutil.rmtree(hidden)
     finally:
         unlock(staging)
 
@@ -356,66 +333,21 @@ def remove_staging(staging: str, token: str | None = None) -> None:
         CheckpointError: The directory cannot be removed.
     """
     if is_remote(staging):
-        storage = remote_storage(DEFAULT_REMOTE)
+        storage = storage_of(staging)
         if token is None or read_save_record(staging).token == token:
-            remove_objects(staging)
+            remove_save(staging)
         elif storage.find(staging).kind == "directory":
             storage.each(storage.remove, [path for path in save_files(storage, staging) if token in path])
         return
     try:
         with os_errors("cannot remove the unfinished save", staging), suppress(FileNotFoundError):
-            _remove_tree(staging)
+            shutil.rmtree(staging)
     finally:
         unlock(staging)
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    """A directory that another one has replaced."""
-
-    path: str
-    """Its present path."""
-    carried: set[str] = field(default_factory=set)
-    """From `carry_over`."""
-    swapped: set[str] = field(default_factory=set)
-    """From `swap_directories`."""
-
-
-def _replace(staging: str, path: str) -> _Replaced:
-    """Replace a directory by `staging` and carry the user's entries over; `_remove_replaced` must follow."""
-    carried = carry_over(path, staging)
-    sync(staging)
-    # The old directory gets the name of a staging directory: without a lock, another save would remove it.
-    lock(path)
-    try:
-        old = _rename_over(staging, path)
-    except BaseException:
-        unlock(path)
-        raise
-    return _Replaced(old, carried, swap_directories(old, path))
-
-
-def _remove_replaced(replaced: _Replaced, path: str) -> None:
-    """Remove the directory that was at `path`."""
-    try:
-        hand_back(replaced.path, path, carried=replaced.carried, swapped=replaced.swapped)
-        _remove_tree(replaced.path)
-    finally:
-        unlock(path)
-
-
-def _remove_tree(directory: str) -> None:
-    """Remove a directory with its contents, including directories that their owner may not write to."""
-    try:
-        shutil.rmtree(directory)
-    except PermissionError:
-        for place, _, _ in os.walk(directory):
-            os.chmod(place, 0o700)
-        shutil.rmtree(directory)
-
-
 def _rename_new(staging: str, path: str) -> None:
-    """Rename to a free path. The kernel refuses a path that another save has taken since the check."""
+    """Rename to a free path. The kernel refuses a path that is taken, also by a save since the check."""
     try:
         os.rename(staging, path)
     except OSError as error:
@@ -426,18 +358,55 @@ def _rename_new(staging: str, path: str) -> None:
 
 
 def _rename_over(staging: str, path: str) -> str:
-    """Rename `staging` to the existing directory `path`; return the present path of that directory."""
-    if exchange(staging, path):
-        return staging
-    parent, name = os.path.split(path)
-    old = os.path.join(parent, f".{name}.old-{new_token()}")
-    os.rename(path, old)
+    """Rename `staging` to the existing directory `path`; return the present path of that directory, which is locked."""
+    # The old directory may get the name of a staging directory: without a lock, another save would remove it.
+    lock(path)
     try:
-        os.rename(staging, path)
-    except OSError:
-        os.rename(old, path)
+        if _exchange(staging, path):
+            return staging
+        parent, name = os.path.split(path)
+        old = os.path.join(parent, f".{name}.old-{new_token()}")
+        os.rename(path, old)
+        try:
+            os.rename(staging, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+    except BaseException:
+        unlock(path)
         raise
     return old
+
+
+def _exchange(first: str, second: str) -> bool:
+    """Exchange two directories atomically. Return False where kernel, C library or file system cannot.
+
+    Raises:
+        OSError: The kernel refused the exchange.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), first, None, second)
+
+
+def sync(path: str) -> None:
+    """Sync a file, or a directory's entries, to disk; without this a loss of power may undo a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system without fsync of directories, such as some FUSE ones
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _sync_tree(directory: str) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from raysharding.checkpoint.format import MANIFEST_NAME, is_abandoned, staged_name, staging_name
 from raysharding.checkpoint.storage import HubPath, is_remote, join_path, split_path, storage_of
-from raysharding.checkpoint.writing.commit import is_left_over, remove_abandoned, remove_checkpoint, remove_objects
+from raysharding.checkpoint.writing.commit import is_left_over, remove_abandoned, remove_save
 from raysharding.errors import CheckpointError
 
 _REMOVE_S: Final = 10.0
@@ -46,7 +46,7 @@ def remove_older(path: str | os.PathLike[str], keep_last: int, spare: str | None
     spared = None if spare is None else join_path(*_parted(spare))
     older = [old for number, old in _alike(parent, own) if number < own[1] and old != spared]
     for old in older[: max(0, len(older) + 1 - keep_last)]:
-        _remove_or_warn(remove_objects if is_remote(old) else remove_checkpoint, old, path)
+        _remove_or_warn(remove_save, old, path)
 
 
 def remove_left_overs(path: str | os.PathLike[str]) -> None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
-from raysharding.checkpoint.format import (
-    MANIFEST_NAME,
-    OPTIMIZER_FOLDER,
-    OPTIMIZER_NAME,
-    TRAINING_FOLDER,
-    TRAINING_NAME,
-)
+from raysharding.checkpoint.format import MANIFEST_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER
 from raysharding.checkpoint.storage import Storage, join_path
 
 _WEIGHTS: Final = (
@@ -26,8 +19,8 @@ _FILES: Final[Mapping[str, re.Pattern[str]]] = {
     TRAINING_FOLDER: re.compile(r"raysharding\.training\.json"),
 }
 """Folder of a save → names of the files that a save writes there."""
-_MARKS: Final = {OPTIMIZER_FOLDER: OPTIMIZER_NAME, TRAINING_FOLDER: TRAINING_NAME}
-"""Folder of a save → the file without which a folder of that name is the user's."""
+SAVE_FOLDERS: Final = tuple(_FILES)
+"""Folders of a save, relative to it."""
 
 
 def is_save_name(name: str, folder: str = "") -> bool:
@@ -53,33 +46,3 @@ def save_files(storage: Storage, directory: str) -> list[str]:
         if not folder or storage.find(where).kind == "directory":
             found += [join_path(where, name) for name in storage.list_names(where) if is_save_name(name, folder)]
     return found
-
-
-def other_entries(directory: str, opened: Collection[str] = ()) -> list[str]:
-    """Return the entries of a local directory that no save writes, as sorted relative paths; a directory is one entry.
-
-    That includes an entry with the name of a save's file and another kind (a directory `config.json`). Symlinks are
-    not followed.
-
-    Args:
-        directory: A local path.
-        opened: Relative paths of folders that also hold files of a save: their entries are listed one by one.
-    """
-    return sorted(_other_entries(directory, "", opened))
-
-
-def _other_entries(directory: str, folder: str, opened: Collection[str]) -> Iterator[str]:
-    is_ours = not folder or (folder in _MARKS and os.path.lexists(os.path.join(directory, folder, _MARKS[folder])))
-    with os.scandir(os.path.join(directory, folder)) as entries:
-        for entry in entries:
-            path, is_directory = os.path.join(folder, entry.name), entry.is_dir(follow_symlinks=False)
-            if is_directory and (path in _FILES or path in opened):
-                yield from _other_entries(directory, path, opened)
-            elif is_directory or not (is_ours and is_save_name(entry.name, folder)):
-                yield path
-
-
-def has_save_name(entry: str) -> bool:
-    """Return True if an entry of `other_entries` is at a path where a save writes a file or a folder."""
-    folder, name = os.path.split(entry)
-    return is_save_name(name, folder) or (not folder and name in _FILES)

@@ -19,9 +19,9 @@ from raysharding.checkpoint.format import (
     read_beside,
     read_sidecar,
 )
-from raysharding.checkpoint.storage import storage_of
-from raysharding.checkpoint.writing.file_plan import write_file
-from raysharding.checkpoint.writing.save_files import is_save_name
+from raysharding.checkpoint.storage import join_path, storage_of
+from raysharding.checkpoint.writing.file_plan import folders_of, write_file
+from raysharding.checkpoint.writing.save_files import SAVE_FOLDERS, is_save_name
 
 _FORMAT_VERSION: Final = 1
 
@@ -84,3 +84,25 @@ def own_sidecars(directory: str) -> frozenset[str]:
 
     present = [name for name in list_sidecar_files(storage, directory) if name in listed]
     return frozenset(name for name in present if is_unchanged(name))
+
+
+def other_entries(directory: str) -> list[str]:
+    """Return the entries of a directory that no save wrote or copied, as sorted relative paths; a directory is one.
+
+    Args:
+        directory: A normal path or URI.
+
+    Raises:
+        CheckpointError: The directory cannot be listed.
+    """
+    storage, copied = storage_of(directory), own_sidecars(directory)
+    folders = {*SAVE_FOLDERS, *folders_of(copied)}
+    found = []
+    for folder in folders:
+        where = join_path(directory, folder) if folder else directory
+        if storage.find(where).kind == "directory":
+            for name in storage.list_names(where):
+                entry = f"{folder}/{name}".lstrip("/")
+                if not is_save_name(name, folder) and entry not in copied and entry not in folders:
+                    found.append(entry)
+    return sorted(found)

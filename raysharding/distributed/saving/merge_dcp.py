@@ -135,7 +135,8 @@ def merge_checkpoint(
     def run(tell: Progress) -> MergeReport:
         _check_removal(source, output, remove_checkpoint_dir)
         write = _write_safetensors if safe_serialization else _write_torch_file
-        with DcpReader(source) as reader, _staging_in(output) as staging:
+        reader = DcpReader(source)
+        with _staging_in(output) as staging:
             report = write(reader, staging, output, tell)
         if remove_checkpoint_dir:
             _remove(source, output)

@@ -20,16 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint, SaveRecord
 from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Sidecars, new_token
-from raysharding.checkpoint.storage import join_path, normal_path, storage_of
+from raysharding.checkpoint.storage import normal_path
 from raysharding.checkpoint.writing import (
     check_claim,
     check_files,
     check_numbered,
     commit_staging,
     create_staging,
-    folders_of,
-    is_save_name,
-    own_sidecars,
     remove_left_overs,
     remove_older,
     remove_staging,
@@ -284,9 +281,9 @@ def save_checkpoint(
     Object stores have no rename. There, the index is written last, and files without an index are no checkpoint; a
     checkpoint that is overwritten is removed first.
 
-    Overwriting a directory replaces only what a save writes: weights, index, JSON files of this package, config.json,
+    Overwriting replaces what saves write: weights, index, JSON files of this package, config.json,
     generation_config.json, the folders `optimizer` and `training`, and small files that a save copied there and that
-    were not changed since. All other files are kept, by hard links, in the same rename.
+    were not changed since. A directory with anything else is refused.
 
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under their FQNs, a transformers
@@ -304,8 +301,7 @@ def save_checkpoint(
         dtype: Cast floating tensors to this dtype (`"bfloat16"`) while they are written, but for those that
             transformers keeps in float32 in it; config.json names it. For exports: not with `optimizer`. Default: the
             stored dtypes.
-        source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them, and
-            where the directory that is overwritten has none of that name that is not a save's.
+        source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
         stall_s: Longest wait for one round of messages, in seconds.
 
@@ -315,8 +311,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: On every rank: a bad `keep_last` or `dtype`, or a `dtype` with an `optimizer`.
-        CheckpointError: On every rank: the destination is refused (it exists, is a mount point, or holds what cannot be
-            hard-linked: the error lists it), before anything is written; or the disk is full or failed. What was at
+        CheckpointError: On every rank: the destination is refused (it exists, is a mount point, or holds what no save
+            wrote: the error lists it), before anything is written; or the disk is full or failed. What was at
             `path` is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
@@ -477,21 +473,6 @@ copied: ranks that do not see the source built the model without it."""
 
 
 def _sidecars_to_copy(destination: Destination) -> dict[str, bytes]:
-    """Return the small files to copy, by name.
-
-    A file of the destination that no save copied there, or that was changed since, stays; so does a folder without a
-    file that a save copied there.
-    """
-    path = destination.path
+    """Return the small files to copy, by name."""
     found = {} if destination.sidecars is None else destination.sidecars.read()
-    there = storage_of(path).list_names(path) if storage_of(path).find(path).kind == "directory" else []
-    copied = own_sidecars(path)
-    own = {*copied, *folders_of(copied), *filter(is_save_name, there)}
-
-    def is_users(name: str) -> bool:
-        first = next((part for part in (*folders_of([name]), name) if part not in own), None)
-        if first is None or "/" not in first:
-            return first in there
-        return storage_of(path).find(join_path(path, first)).kind != "missing"
-
-    return {name: data for name, data in found.items() if name not in _NOT_COPIED and not is_users(name)}
+    return {name: data for name, data in found.items() if name not in _NOT_COPIED}

@@ -155,7 +155,7 @@ def test_the_index_commits(s3: S3Server) -> None:
 def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> None:
     uri = s3.uri("work")
     write_file(uri, "thesis.txt", b"three years")
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"holds what no save wrote: thesis.txt;"):
         create_staging(uri, overwrite=True)
     assert names(uri) == ["thesis.txt"]
     with pytest.raises(CheckpointError, match="is not a directory"):
@@ -169,9 +169,8 @@ def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> 
     assert names(theirs) == ours
 
 
-def test_what_no_save_wrote_stays(s3: S3Server) -> None:
+def test_what_no_save_wrote_is_refused_and_outlasts_the_save(s3: S3Server) -> None:
     theirs = ["README.md", "checkpoint-500/model.safetensors", "optimizer/notes.txt", "tokenizer.json"]
-    ours = [NAME, "model.safetensors.index.json", "raysharding.manifest.json", "raysharding.save.json"]
     older = ["model-00001-of-00002.safetensors", "config.json", "optimizer/model.safetensors", "training/x.txt"]
     uri = s3.uri("mixed/step-1")
     write(uri, torch.zeros(10))
@@ -180,9 +179,12 @@ def test_what_no_save_wrote_stays(s3: S3Server) -> None:
     SaveRecord.of("0a", {"vocab.txt": b"words", "tokenizer.json": b"of the save"}).write(uri)
     s3.put("mixed/step-1/vocab.txt", b"words")
     theirs.append("training/x.txt")
-    write(uri, torch.ones(10))
-    assert all_names(uri) == sorted([*theirs, *ours, "vocab.txt"]), "the next save may bring no vocab.txt"
-    assert read(uri).eq(1).all()
+    found = all_names(uri)
+    with pytest.raises(
+        CheckpointError, match=f"wrote: {', '.join(sorted({*theirs, 'checkpoint-500'} - {theirs[1]}))};"
+    ):
+        create_staging(uri, overwrite=True)
+    assert all_names(uri) == found
     write(s3.uri("mixed/step-2"), torch.ones(10))
     remove_older(s3.uri("mixed/step-2"), 1)
     assert all_names(uri) == sorted(theirs)

@@ -83,19 +83,19 @@ def cut(tensor: torch.Tensor, *cuts: Sequence[int]) -> Parts:
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor, by our reader."""
     tensors = {}
-    with DcpReader(directory) as reader:
-        for key, tensor in reader.metadata.tensors.items():
-            data = bytearray()
+    reader = DcpReader(directory)
+    for key, tensor in reader.metadata.tensors.items():
+        data = bytearray()
 
-            def write(offset: int, piece: memoryview, key: str = key, data: bytearray = data) -> None:
-                assert offset == len(data), f"{key}: a piece at {offset}, not at {len(data)}"
-                assert piece.nbytes <= dcp_reader.PIECE_BYTES
-                data += piece
+        def write(offset: int, piece: memoryview, key: str = key, data: bytearray = data) -> None:
+            assert offset == len(data), f"{key}: a piece at {offset}, not at {len(data)}"
+            assert piece.nbytes <= dcp_reader.PIECE_BYTES
+            data += piece
 
-            reader.read_tensor(key, write)
-            assert len(data) == tensor.num_bytes, f"{key}: {len(data)} of {tensor.num_bytes} bytes"
-            values = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
-            tensors[key] = values.reshape(tensor.shape)
+        reader.read_tensor(key, write)
+        assert len(data) == tensor.num_bytes, f"{key}: {len(data)} of {tensor.num_bytes} bytes"
+        values = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+        tensors[key] = values.reshape(tensor.shape)
     return tensors
 
 
