@@ -1306,16 +1306,12 @@ class ShardedModelGroup:
     def restart(self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None) -> RestartReport:
         """Restart a broken group; this object and its handles remain usable.
 
-        There are three kinds of restart:
+        There are two kinds of restart:
 
         1. If every rank is alive and no rank was changed in part (a rank raised while others waited for it, or all
            ranks wait for each other), the ranks form a new process group around their shards and optimizer: nothing is
            lost, and no file is read. CPU ranks only: an aborted NCCL collective may have left any state.
-        2. If ranks died or hang and the survivors hold every shard (`Sharding(replicate_size=)`, one model among the
-           survivors), new ranks replace the lost ones and copy weights, buffers, modes and optimizer from their
-           replicas; no file is read either. The random generators of new ranks are fresh, and hooks that a `call`
-           registered are missing on them. CPU ranks only, for the same reason.
-        3. Otherwise new ranks are placed on the available nodes. They load the newest of: the last `save` of this group
+        2. Otherwise new ranks are placed on the available nodes. They load the newest of: the last `save` of this group
            that is complete in its files, whether or not the driver knows its outcome; the last checkpoint that was
            loaded; the checkpoint that the group was made from. They also load the optimizer's state if the save holds
            it. Files that killed saves of the group left behind are removed.

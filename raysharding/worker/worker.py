@@ -26,7 +26,7 @@ from raysharding.distributed.fully_shard import (
     shard_module,
     show_shards,
 )
-from raysharding.distributed.loading import LoadReport, copy_replicas, load_checkpoint
+from raysharding.distributed.loading import LoadReport, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
 from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
@@ -40,7 +40,6 @@ from raysharding.worker.training import Trainer
 
 # Fields that give a module values before it is sharded. The existing ranks do not take part in a new rank's build, so
 # the new rank would wait for them.
-_VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
 
 _current: list[Worker] = []
 
@@ -143,8 +142,6 @@ class Worker:
         checkpoint: Checkpoint,
         sharding: Sharding | None = None,
         loading: Loading | None = None,
-        *,
-        is_copy: bool = False,
     ) -> None:
         """Build the module on meta and shard it; allocates nothing. Collective: creates the mesh's process groups.
 
@@ -153,8 +150,6 @@ class Worker:
             checkpoint: Headers and config of the files; the same on every rank.
             sharding: See `Sharding`.
             loading: See `Loading`. `build` uses its dtype; `load` uses the rest.
-            is_copy: True if this rank replaces a lost one while the others `rejoin`; `copy_replicas` then copies their
-                values to this rank.
         """
         with self.status.running("plan", "build"):
             self.checkpoint, self._sidecars = checkpoint, Sidecars(checkpoint.directory)
@@ -165,8 +160,7 @@ class Worker:
             status.sharding, status.loading = sharding or Sharding(), loading or Loading()
             status.use_mesh(init_mesh(self.device.type, status.sharding))
             module = build_module(model, checkpoint, status.loading.dtype)
-            sharding = replace(status.sharding, **_VALUELESS) if is_copy else status.sharding
-            status.hold(shard_module(module, self.mesh, sharding))
+            status.hold(shard_module(module, self.mesh, status.sharding))
             self._forwarding = Forwarding(self.module)
 
     def rejoin(self) -> None:
@@ -182,20 +176,6 @@ class Worker:
             # Only some ranks' gradients may include the passes of a failed call.
             self.trainer.drop_gradients()
             self.status.usable = True
-
-    def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """Copy weights, modes and optimizer to new ranks from their replicas (HSDP). Collective.
-
-        Args:
-            sources: New rank → the rank that it copies.
-            factory: Creates the optimizer on the new ranks.
-
-        Raises:
-            PlanError: On every rank: a module or an optimizer differs from a new rank's.
-        """
-        with self.status.running("plan", "copy_replicas"):
-            copied = (self.module, self.mesh, self.optimizer, sources, factory)
-            self.optimizer = copy_replicas(*copied, progress=self.status.follow(None))
 
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module and, from a save by raysharding, into the optimizer. Collective.

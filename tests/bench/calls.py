@@ -137,8 +137,7 @@ class Plain:
         """Take the ranks over; `close` stops them."""
         self._reservation = group._running.reservation
         members, supervisor = group._client.members, group._client.supervisor
-        supervisor.let_go()
-        supervisor.shutdown()
+        supervisor.detach()
         self._connections = accept_ranks(members, None, 30.0, lambda: None)
         self._members, self._number = members, 0
         self._poll = select.poll()

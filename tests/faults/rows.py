@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 FAULTS = "tests/faults"
 SUPERVISION = "tests/group/supervision/test_supervision.py"
-REPLICAS = "tests/group/recovery/test_replicas.py"
 ON_RANKS = "tests/distributed/loading/test_loading.py::test_on_ranks"
 
 
@@ -35,7 +34,6 @@ ROWS = {
             f"{SUPERVISION}::test_a_rank_killed_while_idle",
             f"{SUPERVISION}::test_a_rank_killed_while_the_model_is_built",
             "tests/group/cluster/test_placement.py::test_an_actor_that_died_is_reported_while_another_still_starts",
-            f"{REPLICAS}::test_a_lost_rank_is_copied_from_its_replica_one_fault_after_the_other",
         ),
     ),
     2: Row(
@@ -44,7 +42,6 @@ ROWS = {
             f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_stopped",
             f"{SUPERVISION}::test_a_stopped_rank_is_hung_and_removed",
             f"{SUPERVISION}::test_a_rank_that_sleeps_past_the_deadline",
-            f"{REPLICAS}::test_a_stopped_rank_is_given_up_and_copied",
         ),
     ),
     3: Row(

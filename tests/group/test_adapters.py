@@ -319,8 +319,7 @@ def test_a_restart_keeps_the_base_that_was_loaded_below_the_adapters(base: Path,
 
 
 def test_trained_adapters_that_no_file_holds_are_not_taken_for_saved(base: Path, other: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "max_restarts": 1}
-    with make_group(base, peft_config=lora(init_lora_weights=False), **options) as group:
+    with make_group(base, peft_config=lora(init_lora_weights=False), max_restarts=1) as group:
         begun = group.state_dict()
         fit(group, max_steps=1)
         group.load(other)
@@ -328,8 +327,6 @@ def test_trained_adapters_that_no_file_holds_are_not_taken_for_saved(base: Path,
         assert not torch.equal(held["lm_head.weight"], begun["lm_head.weight"])
         with pytest.raises(ValueError, match="was trained, or got weights by copy_to"):
             fit(group)  # a restart could not go back to its beginning
-        assert restarted(group, 0).how == "replicas"
-        torch.testing.assert_close(group.state_dict(), held, rtol=0, atol=0)
         group.save(tmp_path / "saved", optimizer=False, dtype="float32")  # an export, which no restart goes back to
         config = json.loads((tmp_path / "saved/adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(other)

@@ -1,6 +1,5 @@
 """Loading of a module from files, a state dict or a replica."""
 
-from raysharding.distributed.loading.from_replica import copy_replicas
 from raysharding.distributed.loading.full_state_dict import (
     distribute_state_dict,
     extra_state_owners,

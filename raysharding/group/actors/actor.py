@@ -190,11 +190,6 @@ class RankActor:
         self._lease.renew(lease_s, (epoch, 0))
 
     @ray.method(concurrency_group="control")
-    def checkpoint(self) -> bytes:
-        """Return the checkpoint (file headers) that the module was built for; a new rank builds its module from it."""
-        return self._commands.checkpoint()
-
-    @ray.method(concurrency_group="control")
     def store_address(self) -> StoreAddress:
         """Return the address of the group's store, where ranks of another group can meet those of this one."""
         return self._commands.store_address()
@@ -204,11 +199,6 @@ class RankActor:
         """End a copy whose other group has failed, as the driver of this epoch knows."""
         if self._ownership.owns(epoch):
             self._commands.stop_copy(key)
-
-    @ray.method(concurrency_group="control")
-    def num_changes(self) -> int:
-        """Return the number of changes to weights or optimizer since the module was built."""
-        return self._commands.num_changes()
 
     @ray.method(concurrency_group="control")
     def last_response(self, epoch: int) -> Response:

@@ -38,7 +38,7 @@ from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, 
 from raysharding.models import InputBounds
 from raysharding.worker import PredictStart, PredictSteps, Worker, thread_state_restored
 
-_STREAMING = ("load", "save", "copy_replicas", "copy_to")
+_STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
 
 
@@ -70,20 +70,6 @@ class Assignment:
     """Timeout of collectives, in seconds."""
     stall_s: float
     """Longest silence of a peer in a load or save, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """What a new rank builds its module from, when the other ranks keep theirs."""
-
-    model: Any
-    """The `model` of `from_checkpoint`."""
-    checkpoint: bytes
-    """Result of `Checkpoint.to_json`."""
-    sharding: Sharding
-    """How the module is sharded."""
-    loading: Loading
-    """How the module was loaded."""
 
 
 class RankCommands:
@@ -134,11 +120,10 @@ class RankCommands:
         self._server, address = serve_store(node_ip, timeout_s=timeout_s, port_range=port_range)
         return address
 
-    def join(self, place: Assignment, address: StoreAddress, blueprint: Blueprint | None) -> None:
+    def join(self, place: Assignment, address: StoreAddress) -> None:
         """Set device, threads and process group of the assigned place; collective.
 
-        A rank with a module keeps it in the new process group. A new rank among such ranks builds its module from the
-        blueprint meanwhile. All of them make the device mesh, in the same order.
+        Ranks with a module keep it in the new process group.
         """
         info = place.info
         self._title.show_rank(info.rank)
@@ -166,26 +151,12 @@ class RankCommands:
             worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
             self._rank_worker = worker
             export_memory(self._title.group, info.rank, self.status)
-            if blueprint is not None:
-                opened = Checkpoint.from_json(blueprint.checkpoint)
-                worker.build(blueprint.model, opened, blueprint.sharding, blueprint.loading, is_copy=True)
         else:
             self._rank_worker.rejoin()
 
-    def copy_replicas(
-        self,
-        sources: Mapping[int, int],
-        counts: Mapping[int, int],
-        factory: Callable[..., torch.optim.Optimizer] | None,
-    ) -> None:
-        """Copy the state of replicas, with its number of changes, to new ranks; collective."""
-        self._worker.copy_replicas(sources, factory)
-        status = self._worker.status
-        status.num_changes = counts.get(status.rank, status.num_changes)
-
-    def attach(self) -> tuple[bool, StateChange]:
-        """Return True if there is an optimizer, and the changes by all earlier commands."""
-        return self._worker.optimizer is not None, self.change_since(0)
+    def attach(self) -> bool:
+        """Return True if there is an optimizer."""
+        return self._worker.optimizer is not None
 
     node_facts = staticmethod(facts_here)
     """Return what this process sees of its node. Not collective; runs before `join`."""
@@ -312,12 +283,6 @@ class RankCommands:
         if self._rank_worker is not None:
             self._rank_worker.close()
         leave_process_group()
-
-    def checkpoint(self) -> bytes:
-        """Return the checkpoint that the module was built for. Thread-safe."""
-        checkpoint = self._worker.checkpoint
-        assert checkpoint is not None, "build comes before checkpoint"
-        return checkpoint.to_json()
 
     def save_status(self, number: int) -> SaveStatus:
         """Return the status of a save in the background. Thread-safe, also while a command runs."""

@@ -8,4 +8,4 @@ from raysharding.group.launch.own_groups import end_own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.save_load import submit_load, submit_save
 from raysharding.group.launch.spec import GroupSpec, check_optimizer
-from raysharding.group.launch.start_actors import Started, start_in_place_of
+from raysharding.group.launch.start_actors import Started

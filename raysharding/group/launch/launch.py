@@ -7,7 +7,7 @@ that a driver needs to attach to a named group; the group's first actor keeps th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import GroupError
-from raysharding.group.actors import Assignment, Blueprint, ModelFacts
+from raysharding.group.actors import Assignment, ModelFacts
 from raysharding.group.calls import BegunSave, ModelFiles, ProgressOption, follow
 from raysharding.group.cluster import (
     Reservation,
@@ -38,7 +38,7 @@ from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
-from raysharding.group.supervision import Client, Replicas, Supervisor
+from raysharding.group.supervision import Client, Supervisor
 from raysharding.models import Adapted, InputBounds
 
 # Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
@@ -103,16 +103,8 @@ class RunningGroup:
             is_loaded: True if the ranks already hold a model, and so do not need the lease of a group that is being
                 made.
         """
-        replicas = Replicas.of(spec.sharding, len(started.members))
-        supervisor = Supervisor(
-            name,
-            started.members,
-            spec.timeouts,
-            reservation.release,
-            spec.lifetime,
-            replicas=replicas,
-            is_loaded=is_loaded,
-        )
+        options = (spec.timeouts, reservation.release, spec.lifetime)
+        supervisor = Supervisor(name, started.members, *options, is_loaded=is_loaded)
         client = Client(started.members, supervisor, spec.timeouts, spec.max_output_bytes)
         note_own_group(client, spec, reservation.need)
         files = ModelFiles(normal_path(spec.checkpoint)) if files is None else files
@@ -285,12 +277,11 @@ def _place(
         raise
 
 
-def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> StoreAddress:
+def rendezvous(running: RunningGroup) -> StoreAddress:
     """Make every rank join a new process group through rank 0's store, and return its address; modules stay.
 
     Args:
         running: The ranks, connected to this process.
-        blueprints: Rank → blueprint of its module, for new ranks among ranks that already have a module.
     """
     client = running.client
     timeouts, ranks = client.timeouts, client.ranks
@@ -310,9 +301,5 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
         )
         for info, visible in zip(ranks, running.visible_gpus, strict=True)
     ]
-    of_new = blueprints or {}
-    deadline_s += timeouts.start_s if of_new else 0.0  # time to build a module, after the rendezvous
-    client.submit_each(
-        "join", [(place, address, of_new.get(place.info.rank)) for place in places], deadline_s=deadline_s
-    ).result()
+    client.submit_each("join", [(place, address) for place in places], deadline_s=deadline_s).result()
     return address

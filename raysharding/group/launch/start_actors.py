@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysharding.checkpoint.storage import HubPath, normal_path, split_path
+from raysharding.checkpoint.storage import HubPath, split_path
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
-from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, own_node_id, replies, tell
+from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, own_node_id, replies
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.ranks import Member, RankInfo
 
@@ -85,50 +84,6 @@ def start_actors(
         raise
 
 
-def start_in_place_of(
-    members: Sequence[Member], lost: Collection[int], reservation: Reservation, spec: GroupSpec
-) -> dict[int, Member]:
-    """Start actors in the bundles of lost CPU ranks; see `start_actors`. Ray may have moved the bundles to other nodes.
-
-    Args:
-        members: All members before the loss.
-        lost: The lost ranks.
-        reservation: Reservation of the group.
-        spec: The group's spec.
-
-    Returns:
-        Lost rank → its new member.
-    """
-    ranks = sorted(lost)
-    bundles = [members[rank].bundle for rank in ranks]
-    actors: list[Any] = []
-    try:
-        actors.extend(_start(reservation, bundle, "cpu", spec) for bundle in bundles)
-        path = normal_path(spec.checkpoint)
-        infos = probe(
-            actors,
-            spec.timeouts.start_s,
-            [path],
-            lambda index: reservation.node_ip(bundles[index]),
-            ranks,
-            is_ours=reservation.is_ours,
-        )
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        raise
-    if ranks[0] == 0 and not infos[0].sees_checkpoint:
-        tell(f"rank 0 is now on {infos[0].node_ip}, which does not see {path}: saves will hold weights only")
-    taken = {(member.info.node_id, member.info.local_rank) for member in members if member.info.rank not in lost}
-    replacements = {}
-    for rank, bundle, actor, info in zip(ranks, bundles, actors, infos, strict=True):
-        local_rank = next(number for number in count() if (info.node_id, number) not in taken)
-        taken.add((info.node_id, local_rank))
-        described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, "cpu")
-        replacements[rank] = _member(described, actor, info, bundle, spec.lifetime)
-    return replacements
-
-
 def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
     name = lifetime.actor_name(bundle)
     return Member(described, actor, info.stacks_descriptor, info.log_paths, name, bundle)
@@ -166,7 +121,6 @@ def probe(
     start_s: float,
     paths: Sequence[str],
     node_ip: Callable[[int], str],
-    numbers: Sequence[int] | None = None,
     is_ours: bool = True,
 ) -> list[ActorInfo]:
     """Query where every actor runs, once it has started; see `start_actors`.
@@ -176,25 +130,22 @@ def probe(
         start_s: Deadline for all actors together.
         paths: See `start_actors`.
         node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
-        numbers: Numbers of the actors in errors: their ranks, if they have ranks already. Default: 0, 1, ...
         is_ours: Whether the group made the placement group itself; else others may use its bundles too.
 
     Raises:
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
     """
-    numbers = range(len(actors)) if numbers is None else numbers
     infos: dict[int, ActorInfo] = {}
     late: dict[int, RankFailure] = {}
     refs = {actor.probe.remote(paths): index for index, actor in enumerate(actors)}
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
     for index, answer in replies(refs, start_s):
-        number = numbers[index]
         if isinstance(answer, ray.exceptions.GetTimeoutError):
-            late[number] = _failed(number, node_ip(index), "hung", "", "does not answer yet")
+            late[index] = _failed(index, node_ip(index), "hung", "", "does not answer yet")
         elif isinstance(answer, ray.exceptions.RayError):
-            failed = _failed(number, node_ip(index), "died", type(answer).__name__, str(answer))
-            raise GroupError("an actor could not start", primary=failed, failures={number: failed}) from answer
+            failed = _failed(index, node_ip(index), "died", type(answer).__name__, str(answer))
+            raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from answer
         else:
             infos[index] = answer
     if late:

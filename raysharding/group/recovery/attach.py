@@ -36,7 +36,6 @@ from raysharding.group.cluster import (
 )
 from raysharding.group.launch import GroupRecord, GroupSpec, RunningGroup, Started
 from raysharding.group.ranks import Member
-from raysharding.group.rpc import StateChange
 from raysharding.group.supervision import (
     Client,
     broken,
@@ -102,9 +101,7 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, spec: GroupSpec, ans
 def _settle(client: Client) -> bool:
     """Wait for the earlier driver's last Command, and judge its errors; return True if the ranks have an optimizer."""
     epoch = client.members[0].epoch
-    held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=collect_all).result()
-    # The state changes that earlier drivers saw were lost with those drivers.
-    client.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
+    has_optimizer: list[bool] = client.submit_same("attach", collect=collect_all).result()
     responses = probe_all(client.members, "last_response", epoch, within_s=_ANSWER_S).replies
     infos = client.ranks
     seen = [saw_raise(infos[rank], last.error) for rank, last in responses.items() if last.error is not None]
@@ -114,7 +111,7 @@ def _settle(client: Client) -> bool:
         raise broken(name, judge(seen, f"the last call of the earlier driver, on {name}", False))
     if seen and resets_some(seen, len(infos)):
         client.submit_same("reset", collect=collect_all).result()
-    return held[0][0]
+    return has_optimizer[0]
 
 
 def _find(name: str) -> Any:

@@ -1,7 +1,4 @@
-"""Restarts a broken group: its ranks form a new process group around their shards, or new ranks load a checkpoint.
-
-If replicas hold the shards of lost ranks, new ranks copy them instead; see `replace_ranks.py`.
-"""
+"""Restarts a broken group: its ranks form a new process group around their shards, or new ranks load a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,25 +13,22 @@ from raysharding.checkpoint.storage import normal_path
 from raysharding.checkpoint.writing import newest_after
 from raysharding.errors import GroupTakenOverError, RayshardingError
 from raysharding.group.calls import UndoOnInterrupt
-from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
-from raysharding.group.recovery.replace_ranks import replace_lost
-from raysharding.group.supervision import GroupState, Replicas, probe_all
+from raysharding.group.launch import RunningGroup, launch, rendezvous
+from raysharding.group.supervision import GroupState, probe_all
 from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
 
 _ANSWER_S = 5.0
-_SETTLE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class RestartReport:
     """Report of a restart."""
 
-    how: Literal["in place", "replicas", "reloaded"]
+    how: Literal["in place", "reloaded"]
     """Kind of the restart. `in place`: the same processes formed a new process group, with their weights and optimizer;
-    `replicas`: new processes replaced lost ranks and copied weights and optimizer from ranks that hold the same shards
-    (HSDP); `reloaded`: new processes loaded a checkpoint. Except for `reloaded`, the state is that before the failed
-    call, unless `why` says that all survivors had ended the call."""
+    the state is that before the failed call, unless `why` says that all ranks had ended the call. `reloaded`: new
+    processes loaded a checkpoint."""
     why: str
     """Reason for this kind of restart."""
     checkpoint: str | None
@@ -83,7 +77,7 @@ def restart(
     spec = replace(running.spec, optimizer=optimizer)
     why = _why_reload(running, checkpoint, world_size)
     if why is None:
-        restarted = _go_on(running, spec, begun)
+        restarted = _go_on(running, begun)
         if not isinstance(restarted, str):
             return restarted
         why = restarted
@@ -124,7 +118,7 @@ def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int |
     if world_size not in (None, len(running.client.members)):
         return "another number of ranks was given"
     survivors = supervisor.survivors
-    survivors.wait_settled(running.client.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
+    survivors.keep_for(2 * _ANSWER_S)
     if not survivors.is_kept:
         cause = supervisor.status.cause
         seen = (cause.primary, *cause.failures.values()) if cause else ()
@@ -133,38 +127,24 @@ def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int |
     return None
 
 
-def _go_on(running: RunningGroup, spec: GroupSpec, begun: float) -> tuple[RunningGroup, RestartReport] | str:
-    """Restart with the state of the survivors; if that fails, return the reason."""
+def _go_on(running: RunningGroup, begun: float) -> tuple[RunningGroup, RestartReport] | str:
+    """Restart with the state of the ranks; if that fails, return the reason."""
     supervisor, members = running.client.supervisor, running.client.members
-    left = [member for member in members if member.info.rank not in supervisor.survivors.recoverable.lost]
     # The driver may not know yet of a rank that died a moment ago.
-    silent = probe_all(left, "progress", within_s=_ANSWER_S).silent
-    recoverable = supervisor.revive([left[index].info.rank for index in silent])
+    silent = probe_all(members, "progress", within_s=_ANSWER_S).silent
+    recoverable = None if silent else supervisor.revive()
     if recoverable is None:
         return supervisor.survivors.recoverable.why_not or "a rank died, or does not answer, after the failure"
-    again = running
     try:
         with UndoOnInterrupt():
-            if recoverable.lost:
-                again = replace_lost(replace(running, spec=spec), recoverable.lost)
-            else:
-                rendezvous(running)  # a new process group around the ranks' shards
-                supervisor.started()
+            rendezvous(running)  # a new process group around the ranks' shards
+            supervisor.started()
     except Exception as error:  # noqa: BLE001 - after any error, also one of Ray, the files can still be loaded
-        what = "lost ranks could not be replaced" if recoverable.lost else "the ranks could not rejoin"
         text = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
-        return f"{what}: {text}"
+        return f"the ranks could not rejoin: {text}"
     except BaseException:
         supervisor.give_up("was interrupted while it restarted")
         raise
     done = f"; all of them had ended {recoverable.done}, and its changes are kept" if recoverable.done else ""
-    if not recoverable.lost:
-        why = f"every rank is alive and holds its shards{done}; only the process group is new"
-        return again, RestartReport("in place", why, None, len(members), time.monotonic() - begun)
-    supervisor.shut_down_soon()  # the old supervision has released the ranks
-    if 0 in recoverable.lost:  # only rank 0 commits saves and removes the files of failed ones
-        running.files.settle()
-    copied = Replicas.of(spec.sharding, len(members)).sources(recoverable.lost)
-    pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
-    why = f"the surviving ranks held every shard{done}; new processes copied the shards: {pairs}"
-    return again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun)
+    why = f"every rank is alive and holds its shards{done}; only the process group is new"
+    return running, RestartReport("in place", why, None, len(members), time.monotonic() - begun)

@@ -7,4 +7,3 @@ from raysharding.group.supervision.live_view import LiveView, Seen
 from raysharding.group.supervision.probes import probe_all, rank_statuses, read_log, read_stacks
 from raysharding.group.supervision.running_call import Check
 from raysharding.group.supervision.supervisor import Supervisor
-from raysharding.group.supervision.survivors import Replicas

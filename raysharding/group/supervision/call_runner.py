@@ -18,7 +18,7 @@ from raysharding.group.rpc import NEXT_STEP, Command, Future, Packed, Response, 
 from raysharding.group.supervision import failures
 from raysharding.group.supervision.probes import POLL_S, Probes
 from raysharding.group.supervision.running_call import QueuedCall, RunningCall
-from raysharding.group.supervision.survivors import BUSY, TORN, RecoverableState, Survivors
+from raysharding.group.supervision.survivors import BUSY, TORN, RecoverableState
 
 
 class CallSupervisor(Protocol):
@@ -42,11 +42,8 @@ class CallSupervisor(Protocol):
     def break_group(self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState) -> None:
         """Break the group, with its failures, error and recoverable state."""
 
-    def ranks_settled(self, recoverable: RecoverableState) -> None:
-        """Take the recoverable state, if it was not known when the group broke."""
-
     def why_not(self, lost: Collection[int]) -> str:
-        """Return why the ranks cannot form a group again without `lost`; empty if they can."""
+        """Return why the ranks cannot form a group again; empty if they can. `lost` are those that hang."""
 
     def remark(self) -> str:
         """Return a note on other problems, for the first line of an error; empty without problems."""
@@ -55,50 +52,36 @@ class CallSupervisor(Protocol):
 class CallRunner:
     """Runs one call at a time on the ranks."""
 
-    def __init__(
-        self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, supervisor: CallSupervisor
-    ) -> None:
+    def __init__(self, name: str, members: Sequence[Member], timeouts: Timeouts, supervisor: CallSupervisor) -> None:
         """Start without a call.
 
         Args:
             name: Name of the group in errors.
             members: Members, by rank.
             timeouts: Deadlines.
-            survivors: Knows which ranks hold which shard; records that copies of a shard differ.
             supervisor: Supervisor of this runner.
         """
         self.run: RunningCall | None = None
-        self._survivors = survivors
-        self._replicas = survivors.replicas
-        self._is_started = False
         self._resets_next = False
         self._name = name
         self._members = members
         self._timeouts = timeouts
         self._supervisor = supervisor
-        self._failed: RunningCall | None = None
-        self._probes = Probes(members, supervisor.watch, lambda: self.run or self._failed, supervisor.advance)
+        self._probes = Probes(members, supervisor.watch, lambda: self.run, supervisor.advance)
         # Numbers of no other driver: the number also identifies late messages of an earlier driver.
         self._numbers = members[0].epoch << 32
         self._last_number: int | None = None
         self.leaving: set[int] = set()
 
-    def note_start(self) -> None:
-        """Record that the ranks hold the model, and the connections that a later loss of a rank requires."""
-        self._is_started = True
-        if self._replicas.are_several:
-            self._probes.note_connections()
-
     def check(self, dead: Collection[int]) -> None:
         """Do what is due: end the step, probe late ranks, give up the call."""
         run, now = self.run, time.monotonic()
         if run is None:
-            self._settle(dead, now)
             return
         everyone = len(run.finished) == len(self._members)
         if run.drain_until is not None:
-            if not run.awaited(self._members) or now >= run.drain_until:
-                self._conclude(run, dead)
+            if everyone or now >= run.drain_until:
+                self._conclude(run)
             elif run.neighbours_at is not None and now >= run.neighbours_at:
                 self._probes.neighbours(run)
         elif everyone:
@@ -180,7 +163,7 @@ class CallRunner:
             self._on_task_error(run, rank, error)
 
     def _run_of(self, number: int) -> RunningCall | None:
-        run = self.run or self._failed
+        run = self.run
         return run if run is not None and run.number == number else None
 
     def _on_response(self, number: int, rank: int, response: Response, sent: Sent) -> None:
@@ -189,7 +172,7 @@ class CallRunner:
             return
         run.finished.add(rank)
         run.changes[rank] = response.change
-        if run.is_freed or run is self._failed:
+        if run.is_freed:
             pass  # errors after the call was given up are consequences of that
         elif response.error is not None:
             self.see(run, failures.saw_raise(self._members[rank].info, response.error), self._timeouts.drain_s)
@@ -205,8 +188,6 @@ class CallRunner:
         """Handle that Ray could not deliver arguments: the actor is dead, or the arguments are lost."""
         if isinstance(error, ray.exceptions.RayActorError):
             self._supervisor.rank_died(rank, error)
-            return
-        if run is self._failed:
             return
         run.finished.add(rank)
         info = self._members[rank].info
@@ -228,19 +209,13 @@ class CallRunner:
         if run.more and task.keep_step is not None:
             self.begin(task, replace(task.command, method=f"{task.command.method}{NEXT_STEP}"))
             return
-        self._compare_replicas(run)
         if task.keep_step is not None:
             for rank in range(len(self._members)):
                 task.call.rank_finished(rank, None)
         self.run = None
         task.call.end(None)
 
-    def _compare_replicas(self, run: RunningCall) -> None:
-        """Record if copies of a shard differ: a user's function may change one copy and leave the group READY."""
-        if self._is_started:  # before that, only some ranks may have a model
-            self._survivors.compare(run.changes)
-
-    def _conclude(self, run: RunningCall, dead: Collection[int]) -> None:
+    def _conclude(self, run: RunningCall) -> None:
         """End a call that failed or is late: leave the group READY if that is safe, else break it."""
         everyone = len(run.finished) == len(self._members)
         if everyone and not run.seen:
@@ -248,36 +223,19 @@ class CallRunner:
             return
         if not run.is_freed and not everyone:
             run.describe_late(self._members)
-            run.given_up = self._hung(run)
-            if run.awaited(self._members) and not self._supervisor.why_not({*dead, *run.given_up}):
-                self._probes.free(run, {*dead, *run.given_up})
+            if not self._supervisor.why_not(self._hung(run)):
+                self._probes.free(run)
                 return
         what = f"{run.task.call.name} on {self._name}{self._supervisor.remark()}"
         error = failures.judge(run.seen, what, run.is_late, run.arrived)
         is_intact = failures.leaves_intact(run.task.call.name, run.seen, run.changes.values(), len(self._members))
         if everyone and is_intact and not run.is_freed:
             self.run = None
-            self._compare_replicas(run)
             # Gathered parameters or gradients on some ranks only would make the next call's collectives differ.
             self._resets_next = failures.resets_some(run.seen, len(self._members))
             run.task.call.end(failures.typed_error(run.seen, error, len(self._members)))
         else:
-            recoverable = self._remains(run, dead)
-            if recoverable.pending:
-                self._failed, run.settled_by = run, time.monotonic() + self._timeouts.drain_s
-            self._supervisor.break_group(run.seen, error, recoverable)
-
-    def _settle(self, dead: Collection[int], now: float) -> None:
-        """Check whether the ranks that were running when the call failed have finished."""
-        run = self._failed
-        if run is None:
-            return
-        run.finished.update(dead)
-        if now >= run.settled_by:
-            run.given_up.update(run.unfinished(self._members))
-        if not run.awaited(self._members):
-            self._failed = None
-            self._supervisor.ranks_settled(self._remains(run, dead))
+            self._supervisor.break_group(run.seen, error, self._remains(run))
 
     def _hung(self, run: RunningCall) -> set[int]:
         """Return the late ranks that are not known to wait for other ranks."""
@@ -285,20 +243,12 @@ class CallRunner:
             return set()
         return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
 
-    def _remains(self, run: RunningCall, dead: Collection[int]) -> RecoverableState:
-        """Return the recoverable state.
-
-        With several replicas, ranks may still run; they finish soon, because their collectives fail. Their state is
-        pending until then, and `_settle` calls this method again.
-        """
-        lost = frozenset({*dead, *run.given_up})
-        pending = frozenset(run.awaited(self._members))
-        why_not = self._supervisor.why_not(lost)
-        if pending and self._replicas.are_several and not why_not:
-            return RecoverableState(lost, "", pending)
-        if not why_not and self._supervisor.why_not(lost := lost | pending):
+    def _remains(self, run: RunningCall) -> RecoverableState:
+        """Return what is left of the group after a call that broke it."""
+        why_not = self._supervisor.why_not(self._hung(run))
+        if not why_not and run.unfinished(self._members):
             why_not = BUSY
-        if not why_not and not run.holds_one_model(lost):
+        if not why_not and not run.holds_one_model():
             why_not = TORN
-        changed = any(change.num_changes for rank, change in run.changes.items() if rank not in lost)
-        return RecoverableState(lost, why_not, done=run.task.call.name if changed else "")
+        changed = any(change.num_changes for change in run.changes.values())
+        return RecoverableState(why_not, done=run.task.call.name if changed else "")

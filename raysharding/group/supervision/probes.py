@@ -111,7 +111,6 @@ class Probes:
         self._watch = watch
         self._current = current
         self._advance = advance
-        self._noted: dict[int, list[Connection]] = {}
         self._here = own_node_id()
 
     def progress(self, run: RunningCall, dead: Collection[int]) -> None:
@@ -172,36 +171,24 @@ class Probes:
             run.drain_until = time.monotonic()
         self._advance()
 
-    def free(self, run: RunningCall, lost: Collection[int]) -> None:
+    def free(self, run: RunningCall) -> None:
         """End the collectives of a failed call, so that the ranks keep their state; see `distributed.comm.abort`.
 
         All ranks shut their connections down: ranks may wait for each other in a chain.
 
         Args:
-            run: The call.
-            lost: Ranks that died or hang. `note_connections` has recorded their connections.
+            run: The call, during which no rank died and none hangs.
         """
         run.connections = {}
         run.drain_until, run.neighbours_at = time.monotonic() + _FREED_S, None
-        living = [rank for rank in range(len(self._members)) if rank not in lost]
-        self._ask(run, living, "connections", partial(self._on_connections, len(living)))
+        self._ask(run, range(len(self._members)), "connections", self._on_connections)
 
-    def _on_connections(self, num_living: int, run: RunningCall, rank: int, found: list[Connection]) -> None:
+    def _on_connections(self, run: RunningCall, rank: int, found: list[Connection]) -> None:
         assert run.connections is not None, "asked by free()"
         run.connections[rank] = found
-        if len(run.connections) == num_living:
-            for each, chosen in between({**self._noted, **run.connections}).items():
-                if each in run.connections:
-                    self._members[each].actor.cut.remote(chosen)
-
-    def note_connections(self) -> None:
-        """Record the connections of all ranks, for the case that a rank is lost."""
-        for rank, member in enumerate(self._members):
-            self._watch(member.actor.connections.remote().future(), partial(self._on_noted, rank))
-
-    def _on_noted(self, rank: int, future: Future) -> None:
-        if future.exception() is None:
-            self._noted[rank] = future.result()
+        if len(run.connections) == len(self._members):
+            for each, chosen in between(run.connections).items():
+                self._members[each].actor.cut.remote(chosen)
 
     def _ask(
         self, run: RunningCall, ranks: Iterable[int], question: str, then: Callable[[RunningCall, int, Any], None]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,10 +81,6 @@ class RunningCall:
     """Which ranks waited for which, as the end of a sentence."""
     moved: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Last reported phase and bytes of each rank."""
-    given_up: set[int] = field(default_factory=set)
-    """Late ranks that hang: they do not wait for other ranks."""
-    settled_by: float = math.inf
-    """Time until which ranks may finish after the call has failed."""
     asked: set[int] = field(default_factory=set)
     """Ranks whose progress report is pending."""
     next_poll: float = 0.0
@@ -103,11 +98,10 @@ class RunningCall:
         """True if connections of the ranks are being shut down; later errors of the ranks are consequences."""
         return self.connections is not None
 
-    def holds_one_model(self, lost: Collection[int] = ()) -> bool:
-        """Return True if the finished ranks but `lost` hold one consistent model."""
-        left = self.finished - set(lost)
+    def holds_one_model(self) -> bool:
+        """Return True if the finished ranks hold one consistent model."""
         # A rank without a change did not get its arguments from Ray, and so did not run the call.
-        return left <= self.changes.keys() and one_model(self.changes[rank] for rank in left)
+        return self.finished <= self.changes.keys() and one_model(self.changes[rank] for rank in self.finished)
 
     def phase(self, rank: int) -> str:
         """Return the last known phase of a rank."""
@@ -116,10 +110,6 @@ class RunningCall:
     def unfinished(self, members: Sequence[Member]) -> list[int]:
         """Return the ranks that have not finished."""
         return [rank for rank in range(len(members)) if rank not in self.finished]
-
-    def awaited(self, members: Sequence[Member]) -> list[int]:
-        """Return the ranks that have not finished and are not given up."""
-        return [rank for rank in self.unfinished(members) if rank not in self.given_up]
 
     def waits(self, rank: int) -> bool:
         """Return True if a rank has reported that it waits for other ranks."""

@@ -23,7 +23,7 @@ from raysharding.group.supervision.call_runner import CallRunner
 from raysharding.group.supervision.group_state import GroupState, GroupStatus
 from raysharding.group.supervision.lease_renewal import LeaseRenewal
 from raysharding.group.supervision.running_call import Check, QueuedCall, WaitingCalls
-from raysharding.group.supervision.survivors import NOTHING, STOPPED, RecoverableState, Replicas, Survivors
+from raysharding.group.supervision.survivors import NOTHING, STOPPED, RecoverableState, Survivors
 from raysharding.group.supervision.teardown import Teardown, close_at_exit
 
 _TICK_S = 1.0
@@ -44,7 +44,6 @@ class Supervisor:
         release: Callable[[], None],
         lifetime: Lifetime,
         *,
-        replicas: Replicas,
         is_loaded: bool,
     ) -> None:
         """Start the supervision thread.
@@ -55,7 +54,6 @@ class Supervisor:
             timeouts: Deadlines.
             release: Removes the placement group; called once, after the actors have stopped.
             lifetime: Name and leases; a group with a name outlives this driver.
-            replicas: Which ranks hold the same shard.
             is_loaded: True if the ranks hold a model already; else they get the lease of a group that is starting.
         """
         self.name = name
@@ -68,10 +66,10 @@ class Supervisor:
         self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
         self._gcs_monitor = GcsMonitor(head_address())
         self._loop = EventLoop(f"supervise {name}", self._seconds_to_wait, self._tick, self._on_failed)
-        self.survivors = Survivors(replicas, timeouts.keep_s)
+        self.survivors = Survivors(timeouts.keep_s)
         self._connections = DriverConnections(self._loop, lambda *args: self._runner.on_message(*args), self.has_ray)
         self._unreachable: dict[int, str] = {}
-        self._runner = CallRunner(name, members, timeouts, self.survivors, self)
+        self._runner = CallRunner(name, members, timeouts, self)
         self._waiting = WaitingCalls()
         self._metrics = CallMetrics(name)
         for rank, member in enumerate(members):
@@ -107,30 +105,20 @@ class Supervisor:
         """Leave STARTING: the model is loaded."""
         self.status.start()
         self._lease_renewal.change(self._lifetime.lease_s)
-        self._loop.call_soon(self._runner.note_start)
 
-    def revive(self, silent: Collection[int] = ()) -> RecoverableState | None:
+    def revive(self) -> RecoverableState | None:
         """Change from BROKEN to STARTING if ranks were kept for a restart.
 
         Until `started`, only the calling thread can submit calls.
 
-        Args:
-            silent: Ranks that have just failed to answer; they count as lost.
-
         Returns:
-            The recoverable state; `None` if too little of the group is left.
+            The recoverable state; `None` if the ranks are not kept.
         """
         with self.survivors.lock:
-            recoverable = None if self.status.is_closing else self.survivors.take(silent)
+            recoverable = None if self.status.is_closing else self.survivors.take()
             if recoverable is not None:
                 self.status.revive()
-        if recoverable is not None:
-            self._teardown.stop_some(recoverable.lost - self.survivors.dead)
         return recoverable
-
-    def let_go(self) -> None:
-        """Leave the ranks to another supervisor, which has started; this one no longer stops them."""
-        self._teardown.let_go()
 
     def give_up(self, why: str) -> None:
         """Stop all ranks and release their resources, as after a failure; the group is BROKEN. Takes at most 20 s.
@@ -309,8 +297,7 @@ class Supervisor:
                 return
             is_usable = self.status.is_usable
         if not is_usable:
-            if self.survivors.recoverable.why_not:
-                self._drop_kept()  # no other rank holds this shard: the kept ranks are of no use
+            self._drop_kept()  # no other rank holds its shard: the kept ranks are of no use
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
@@ -318,8 +305,8 @@ class Supervisor:
         is_made = self.status.is_started or self.status.is_restarting
         seen = failures.saw_death(self.members[rank].info, doing, error, note, is_made=is_made)
         if run is None:
-            recoverable = RecoverableState(frozenset(self.survivors.dead), self.why_not(self.survivors.dead))
-            self.break_group([seen], failures.judge([seen], self.name, timed_out=False), recoverable)
+            error_of_group = failures.judge([seen], self.name, timed_out=False)
+            self.break_group([seen], error_of_group, RecoverableState(self.why_not(())))
             return
         run.finished.add(rank)
         # Ray reports a lost connection a second or two after the death, and the peers have had that time.
@@ -335,7 +322,7 @@ class Supervisor:
                 self._teardown.stop_some([rank])
 
     def why_not(self, lost: Collection[int]) -> str:
-        """Return why the ranks cannot form a group again without `lost`; empty if they can."""
+        """Return why the ranks cannot form a group again; empty if they can. `lost` are those that hang."""
         if not self.status.is_started:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
@@ -349,7 +336,7 @@ class Supervisor:
     def break_group(
         self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState = NOTHING
     ) -> None:
-        """Fail running and queued calls; stop all ranks, or only the lost ranks if the others are recoverable."""
+        """Fail running and queued calls; stop all ranks, unless their state is recoverable."""
         run, self._runner.run = self._runner.run, None
         with self.survivors.lock:
             self.survivors.keep(recoverable)
@@ -357,20 +344,10 @@ class Supervisor:
         try:
             if recoverable.why_not:
                 self._stop()
-            else:
-                self._teardown.stop_some(recoverable.lost - self.survivors.dead)
         finally:
             if run is not None:
                 run.task.call.end(failures.typed_error(seen, error, len(self.members)))
             self._waiting.fail(failures.broken(self.name, error))
-
-    def ranks_settled(self, recoverable: RecoverableState) -> None:
-        """Take the final recoverable state: keep its ranks, or stop all."""
-        self.survivors.settle(recoverable)
-        if recoverable.why_not:
-            self._drop_kept()
-        elif self.survivors.is_kept:
-            self._teardown.stop_some(recoverable.lost - self.survivors.dead)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         if not self.status.is_started and self.status.is_usable:
@@ -401,10 +378,10 @@ class Supervisor:
             self.break_group([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
     def _taken_over(self) -> None:
-        """Leave the ranks to the driver that has attached to them, or to the next supervisor."""
+        """Leave the ranks to the driver that has attached to them."""
         self._teardown.let_go()
         self._connections.close()  # the ranks close their ends, which is no failure
-        if self.status.is_usable and not self.status.is_restarting:
+        if self.status.is_usable:
             self.break_group([], taken_over(self.name))
             if self.status.is_dropped:
                 self._close()

@@ -11,15 +11,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding import CallTimeoutError, Placement, PlacementError, Timeouts
 from raysharding.group.cluster import Lifetime, Reservation, reserve, wait_placed
-from raysharding.group.launch import start_in_place_of
 from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.ranks import Member, RankInfo
+from raysharding.group.launch.start_actors import start_actors
 from tests.conftest import NUM_CPUS
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
+def test_an_actor_in_a_bundle_that_others_use_says_so() -> None:
     """Of a placement group that is the caller's."""
 
     class Other:
@@ -32,10 +31,9 @@ def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
     other = ray.remote(num_cpus=1)(Other).options(scheduling_strategy=taken).remote()
     try:
         ray.get(other.ready.remote(), timeout=60)
-        member = Member(RankInfo(0, "", "", 0, 0, "cpu"), None, 0)
         spec = GroupSpec(checkpoint="absent", timeouts=Timeouts(start_s=1.0))
         with pytest.raises(CallTimeoutError, match="free the given placement group: another actor or task may use"):
-            start_in_place_of([member], [0], Reservation(bundles, need, is_ours=False), spec)
+            start_actors(Reservation(bundles, need, is_ours=False), spec, 1, "cpu", ["absent"], None)
     finally:
         ray.kill(other)
         remove_placement_group(bundles)

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-import torch
 
 from raysharding import GroupBrokenError, GroupError, Placement, RendezvousError, ShardedModelGroup
 from raysharding.cli import main
@@ -38,8 +37,7 @@ from raysharding.group.rpc.connection import (
     connect_to_driver,
     handshake,
 )
-from tests.conftest import make_group, make_mlp
-from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
+from tests.conftest import make_group
 from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -376,20 +374,6 @@ def test_a_rank_that_lives_but_cannot_be_reached_is_lost(checkpoint: Path) -> No
             group.call(time.sleep, 0.0)
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_a_rank_out_of_reach_is_replaced_like_a_dead_one(checkpoint: Path, tmp_path: Path) -> None:
-    with make_hsdp(Copied(checkpoint, tmp_path)) as group:
-        before = group.state_dict()
-        group.call(disconnect_soon())
-        until = time.monotonic() + 10.0
-        while group.state is not GroupState.BROKEN and time.monotonic() < until:
-            time.sleep(0.05)
-        report = group.restart()
-        assert report.how == "replicas", report
-        assert "rank 1 from rank 3" in report.why
-        assert all(torch.equal(value, before[name]) for name, value in group.state_dict().items())
-
-
 def raising(kind: str) -> Callable[[], None]:
     def fail() -> None:
         import asyncio
@@ -497,43 +481,3 @@ def test_descriptors_are_back_when_a_group_is_closed(checkpoint: Path) -> None:
             pass
         gc.collect()
         assert psutil.Process().num_fds() <= before + 1
-
-
-def slow_to_build(flag: str) -> Callable[[], torch.nn.Module]:
-    """The model of the checkpoint; takes 3 s where a file is there."""
-    build = make_mlp()
-
-    def slowly() -> torch.nn.Module:
-        import os
-        import time
-
-        time.sleep(3.0 * os.path.exists(flag))
-        return build()
-
-    return slowly
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("nothing_left")
-def test_connections_that_are_closed_in_a_restart_are_no_deaths(checkpoint: Path, tmp_path: Path) -> None:
-    """The ranks obey a new supervision and close their connections to the old one: it must not take that for deaths."""
-    flag = tmp_path / "slow"
-    with make_hsdp(Copied(checkpoint, tmp_path), model=slow_to_build(str(flag))) as group:
-        kill_idle(group, 1)
-        flag.touch()
-        seen: list[GroupState] = []
-        looking = threading.Event()
-
-        def look() -> None:
-            time.sleep(0.5)
-            while not looking.wait(0.05):
-                seen.append(group.state)
-
-        watching = threading.Thread(target=look, daemon=True)
-        watching.start()
-        report = group.restart()
-        looking.set()
-        watching.join(5.0)
-        assert report.how == "replicas"
-        assert report.seconds > 3.0
-        assert GroupState.BROKEN not in seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from raysharding.group.rpc.messages import (
     number_of,
 )
 from raysharding.group.supervision.running_call import QueuedCall, RunningCall
-from raysharding.group.supervision.survivors import RecoverableState, Replicas, Survivors
+from raysharding.group.supervision.survivors import RecoverableState, Survivors
 from tests.group.conftest import make_group
 from tests.group.recovery.hsdp import QUICK, Copied, kill_idle, make_hsdp
 
@@ -36,41 +35,23 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(240)]
 SAME, OTHER, TORN = StateChange(True, 1), StateChange(True, 0), StateChange(False, 0)
 
 
-def survivors_of_four() -> Survivors:
-    return Survivors(Replicas(4, 2), keep_s=60.0)
+def test_ranks_are_kept_until_one_dies() -> None:
+    survivors = Survivors(keep_s=60.0)
+    assert survivors.why_not([]) == ""
+    assert "its shards went with it" in survivors.why_not([0])
+    survivors.keep(RecoverableState(why_not=""))
+    assert survivors.hear_death(0)
+    assert "its shards went with it" in survivors.recoverable.why_not
+    assert survivors.take() is None
 
 
-@pytest.mark.parametrize("changes", [{0: SAME, 1: SAME, 2: OTHER, 3: SAME}, dict.fromkeys(range(4), TORN)])
-def test_copies_that_differ_are_never_taken_for_each_other(changes: dict[int, StateChange]) -> None:
-    """Whenever the death comes: before the failure that the ranks were kept after, and behind it."""
-    before = survivors_of_four()
-    before.compare(changes)
-    assert before.why_not([]) == ""
-    assert "some copies of a shard and not the others" in before.why_not([0])
-    heard, silent, well = survivors_of_four(), survivors_of_four(), survivors_of_four()
-    for one in (heard, silent):
-        one.compare(changes)
-    for one in (heard, silent, well):
-        one.keep(RecoverableState(why_not=""))
-    assert heard.hear_death(0)
-    assert "some copies of a shard" in heard.recoverable.why_not
-    assert heard.take([]) is None
-    assert silent.take([0]) is None
-    taken = well.take([0])
-    assert taken is not None
-    assert taken.lost == {0}
-
-
-def test_ranks_are_kept_while_a_restart_waits_for_them() -> None:
-    survivors = Survivors(Replicas(4, 2), keep_s=0.1)
-    survivors.keep(RecoverableState(why_not="", pending=frozenset({1})))
-    waiting = threading.Thread(target=survivors.wait_settled, args=(5.0, 1.0))
-    waiting.start()
-    time.sleep(0.3)
+def test_ranks_are_kept_while_a_restart_asks_them() -> None:
+    survivors = Survivors(keep_s=0.1)
+    survivors.keep(RecoverableState(why_not=""))
+    survivors.keep_for(5.0)
     assert survivors.left_s > 3.0
-    survivors.settle(RecoverableState(why_not=""))
-    waiting.join(5.0)
-    assert not waiting.is_alive()
+    assert survivors.take() is not None
+    assert survivors.take() is None, "one restart at a time"
 
 
 def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
@@ -78,7 +59,6 @@ def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
     run = RunningCall(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 1.0)
     run.finished, run.changes = {0, 1, 2}, {0: SAME, 1: SAME}
     assert not run.holds_one_model()
-    assert run.holds_one_model([2])
     run.changes[2] = SAME
     assert run.holds_one_model()
 
@@ -160,44 +140,12 @@ def raise_on(failing: int) -> None:
         raise ValueError("bad data on this rank")
 
 
-def train_one_copy() -> None:
-    import torch
-    import torch.distributed as dist
-
-    from raysharding import current_worker
-
-    if dist.get_rank() == 2:
-        with torch.no_grad():
-            next(current_worker().module.parameters()).add_(1.0)
-
-
-def test_a_driver_that_attaches_knows_whether_copies_differ(checkpoint: Path, tmp_path: Path) -> None:
-    with make_hsdp(Copied(checkpoint, tmp_path), name="twins") as first:
-        kill_idle(first, 1)
-        assert first.restart().how == "replicas"
-        with ShardedModelGroup.attach("twins") as second:
-            assert second._supervisor.survivors.why_not([0]) == "", "a rank that was copied has changed as often"
-            second.call(train_one_copy)
-            with ShardedModelGroup.attach("twins") as third:
-                assert "some copies of a shard" in third._supervisor.survivors.why_not([0])
-
-
 def test_what_broke_the_group_is_told_also_after_a_restart_that_failed(checkpoint: Path, tmp_path: Path) -> None:
-    copied = Copied(checkpoint, tmp_path)
-
-    def spoil() -> None:
-        import torch
-
-        from raysharding import current_worker
-
-        current_worker().module.register_buffer("late", torch.ones(2))
-
-    with make_hsdp(copied) as group:
-        group.call(spoil)  # so that no new rank can be made like the others; and there is no file
+    with make_hsdp(Copied(checkpoint, tmp_path)) as group:
         kill_idle(group, 2)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError) as caught:  # there is no file
             group.restart()
-        assert "lost ranks could not be replaced" in str(caught.value.__notes__)
+        assert "its shards went with it" in str(caught.value.__notes__)
         with pytest.raises(GroupBrokenError, match="rank 2 died") as broken:
             group.call(int)
         assert broken.value.primary is not None
