@@ -36,6 +36,7 @@ def _parameters() -> list[Any]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.* initialised, and of no use before a training")  # classify.md trains a new head
 @pytest.mark.parametrize("page", _parameters())
 def test_blocks_of_a_page_run(
     page: str, page_folder: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
