@@ -395,9 +395,9 @@ class Timeouts:
     """Time for ranks to finish after another rank failed; then they are stopped. Default 5."""
     keep_s: float = 8.0
     """Time for which a broken group's ranks are kept, so `restart()` can reuse their state. Ranks are kept only if no
-    rank's state is partially changed, and no rank is lost or others hold a lost rank's shards; otherwise they are
-    stopped at once. 0 keeps no ranks. Set a larger value in a notebook, where a person decides. Default 8: a failed
-    group has released all its resources within 10 s."""
+    rank's state is partially changed, and no rank is lost; otherwise they are stopped at once. 0 keeps no ranks. Set a
+    larger value in a notebook, where a person decides. Default 8: a failed group has released all its resources within
+    10 s."""
     lease_s: float | None = None
     """Time for which ranks outlive a driver that does not run: a frozen driver (SIGSTOP, a paused machine), or the dead
     driver of a named group. The driver renews the lease three times in that period; when the lease expires, the ranks

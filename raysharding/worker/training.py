@@ -489,6 +489,8 @@ def _check_own_saves(directory: str, here: Position) -> bool:
         number = int(name.removeprefix("step-"))
         if number < here.num_steps and not is_checkpoint(path):
             continue
+        if not is_checkpoint(path):
+            check_destination(path, overwrite=True)  # files that the user added to a save that was removed
         found = position_of(path)
         if found is None or found.run != here.run:
             what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"

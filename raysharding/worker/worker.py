@@ -38,9 +38,6 @@ from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
 
-# Fields that give a module values before it is sharded. The existing ranks do not take part in a new rank's build, so
-# the new rank would wait for them.
-
 _current: list[Worker] = []
 
 

@@ -34,7 +34,7 @@ from raysharding.checkpoint.format.names import (
     TRAINING_NAME,
 )
 from raysharding.checkpoint.format.reader import FileReader
-from raysharding.checkpoint.format.sidecars import Sidecars, list_sidecar_files, read_sidecar
+from raysharding.checkpoint.format.sidecars import Sidecars, is_sidecar_name, list_sidecar_files, read_sidecar
 from raysharding.checkpoint.format.staging import (
     is_abandoned,
     lock,

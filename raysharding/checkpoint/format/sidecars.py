@@ -48,14 +48,19 @@ def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
     return tuple(sorted(_list_folder(storage, directory, "", _module_folders(storage, directory))))
 
 
+def is_sidecar_name(name: str) -> bool:
+    """Return True if a file of this relative path may be one of `list_sidecar_files`."""
+    *folders, last = parts = name.split("/")
+    return all(map(_is_plain, parts)) and (bool(folders) or not _WEIGHTS.search(last))
+
+
 def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
     """Read one of `list_sidecar_files`.
 
     Raises:
         CheckpointError: The name cannot be one of them, or the file is gone or cannot be read.
     """
-    *folders, last = parts = name.split("/")
-    if not all(map(_is_plain, parts)) or (not folders and _WEIGHTS.search(last)):
+    if not is_sidecar_name(name):
         raise CheckpointError(f"{name!r} is no file that a save copies", path=directory)
     data = read_beside(storage, directory, name, _MAX_MODULE_BYTES)
     if data is None:

@@ -19,6 +19,7 @@ PIECE_BYTES: Final = 4 << 20
 """Largest piece that is passed to a writer at once, in bytes."""
 _MAX_FRAME_BYTES: Final = 16 << 20
 """Bytes that an archive may hold besides the tensor."""
+_ZIP_MARK: Final = b"PK\x03\x04"
 
 Write = Callable[[int, memoryview], None]
 """Called as `write(byte_offset, piece)`."""
@@ -97,7 +98,7 @@ class DcpReader:
     def _load(self, key: str, offsets: tuple[int, ...] | None, expected: int) -> Any:
         """Read an archive by torch's weights-only unpickler, which makes tensors and plain values and runs no code.
 
-        An archive that unpacks to less than `expected` bytes, or to much more, is refused before torch unpacks it.
+        An archive that says that it unpacks to less than `expected` bytes, or to much more, is refused.
         """
         place = self.metadata.places[key, offsets]
         path = self._check_place(key, place)
@@ -105,6 +106,8 @@ class DcpReader:
         with os_errors("cannot be read", path), open(path, "rb", buffering=0) as file:
             window = _Window(file, place.offset, place.length)
             try:
+                if window.read(len(_ZIP_MARK)) != _ZIP_MARK:
+                    raise zipfile.BadZipFile("it begins otherwise")  # torch's older format, which may end in an archive
                 with zipfile.ZipFile(window) as archive:
                     unpacked = sum(info.file_size for info in archive.infolist())
             except Exception as error:  # zipfile raises errors of many types if the bytes are no archive
@@ -159,10 +162,13 @@ class _Window(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
         self._file.seek(self._offset + self._position)
-        length = self._file.readinto(memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)])
-        self._position += length
-        return length
+        done = 0
+        while done < len(view) and (length := self._file.readinto(view[done:])):  # one read gives 2 GiB at most
+            done += length
+        self._position += done
+        return done
 
 
 def _give(tensor: torch.Tensor, begin: int, write: Write) -> None:

@@ -36,6 +36,7 @@ from raysharding.checkpoint.format import (
     make_staging,
     new_token,
     renamed_staging,
+    staged_name,
     staging_path,
     unlock,
 )
@@ -84,9 +85,23 @@ def remove_save(path: str) -> None:
     lock(path)
     try:
         os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        _discard(hidden, path)
     finally:
         unlock(path)
+
+
+def _discard(directory: str, place: str) -> None:
+    """Remove a directory that was renamed. What no save wrote came into it since: it is kept, with a warning."""
+    others = other_entries(directory)
+    if not others:
+        shutil.rmtree(directory)
+        return
+    _remove_own_entries(directory)
+    parent, name = os.path.split(place)
+    kept = os.path.join(parent, f".{name}.kept-{new_token()}")
+    os.rename(directory, kept)
+    what = f"{place}: {_listed(others)} came into it while it was replaced or removed: kept in {kept}"
+    warnings.warn(what, RuntimeWarning, stacklevel=4)
 
 
 def _remove_own_entries(directory: str) -> None:
@@ -102,7 +117,7 @@ def _remove_own_entries(directory: str) -> None:
 
 
 def _remove_save_files(storage: Storage, directory: str) -> None:
-    """Remove the files of a save except its record; first those that make it a checkpoint."""
+    """Remove the files of a save except its record; first those that make it a save."""
     if _remove_commits(storage, directory):
         record = join_path(directory, SAVE_RECORD_NAME)
         storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
@@ -115,6 +130,11 @@ def _remove_commits(storage: Storage, directory: str) -> bool:
     for name in (*COMMITS, MANIFEST_NAME):
         storage.remove(join_path(directory, name))
     return True
+
+
+def _listed(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
+    return f"{', '.join(entries[:_NUM_LISTED])}{more}"
 
 
 def check_claim(staging: str, token: str) -> None:
@@ -169,10 +189,9 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
     if others := other_entries(path):
-        more = f" and {len(others) - _NUM_LISTED} more" if len(others) > _NUM_LISTED else ""
-        what = f"holds what no save wrote: {', '.join(others[:_NUM_LISTED])}{more}; overwrite=True replaces saves alone"
+        what = f"holds what no save wrote: {_listed(others)}; overwrite=True replaces saves alone"
         raise CheckpointError(f"{what}: move these elsewhere, or save to another path", path=path)
-    if not any(name.endswith(".safetensors") or name in _OURS for name in names):
+    if not any(name.endswith(".safetensors") or (remote and name in _OURS) for name in names):
         what = "holds no .safetensors file, so overwrite=True does not replace it"
         raise CheckpointError(f"{what}: remove it yourself, or save to another path", path=path)
 
@@ -199,7 +218,7 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
 
     At a remote URI, removes the checkpoint that is there, and what an interrupted save left; a new `SaveRecord` claims
-    the URI.
+    the URI. It lists the small files of the old save, which stay until `sidecars_to_copy`: they may be the source's.
 
     Returns:
         Absolute path of the empty staging directory; a remote URI itself.
@@ -211,10 +230,8 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     if is_remote(uri := os.fspath(final)):
         storage = storage_of(uri)
         _remove_commits(storage, uri)  # before the claim, with which they would be a save of this token
-        copied = own_sidecars(uri)
         replace(read_save_record(uri), token=token or new_token()).write(uri)
         _remove_save_files(storage, uri)
-        storage.each(storage.remove, [join_path(uri, name) for name in copied])
         return uri
     destination = os.path.realpath(final)
     try:
@@ -232,7 +249,8 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     """Rename the staging directory to `final`. One rank calls this, after all ranks have closed their files.
 
     All files are synced to disk before the rename, and the rename before this returns. The old checkpoint is removed
-    after the new one has replaced it. Entries that came into it since `create_staging` are moved to the new one.
+    after the new one has replaced it. Entries that came into it since `create_staging` are moved to the new one, or
+    where that is not possible kept beside it, with a warning.
 
     Raises:
         CheckpointError: Another save has taken the destination meanwhile, or the disk failed. `final` is then
@@ -243,39 +261,50 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     path, old = os.path.realpath(final), None
     with os_errors(f"cannot commit {staging}", path):
         _sync_tree(staging)
+        sync(os.path.dirname(path))  # where that fails, it does so before the rename
         if overwrite and os.path.isdir(path):
             old = _rename_over(staging, path)
         else:
             _rename_new(staging, path)
-        sync(os.path.dirname(path))
     unlock(staging)
-    if old is not None:
-        try:
-            for entry in other_entries(old):
-                os.makedirs(os.path.dirname(os.path.join(path, entry)), exist_ok=True)
-                os.rename(os.path.join(old, entry), os.path.join(path, entry))
-            shutil.rmtree(old)
-        except OSError as error:
-            # The save itself succeeded. Network file systems keep files that a reader has opened.
-            what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}"
-            what += f": {error.strerror}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
-        finally:
-            unlock(path)
+    try:
+        sync(os.path.dirname(path))
+        if old is not None:
+            _take_late_entries(old, path)
+            _discard(old, path)
+    except (OSError, CheckpointError) as error:
+        # The save itself succeeded. Network file systems keep files that a reader has opened.
+        what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}: {error}"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    finally:
+        unlock(path)
+
+
+def _take_late_entries(old: str, path: str) -> None:
+    for entry in other_entries(old):
+        with suppress(OSError):  # a mount point, or in the way of the new save's: `_discard` keeps it
+            os.makedirs(os.path.dirname(os.path.join(path, entry)), exist_ok=True)
+            os.rename(os.path.join(old, entry), os.path.join(path, entry))
 
 
 def remove_abandoned(staging: str) -> None:
-    """Remove the staging directory of a killed process.
+    """Remove the staging directory of a killed process, or a checkpoint that one has replaced.
 
     Raises:
         OSError: The directory cannot be renamed or removed.
+        CheckpointError: As OSError.
     """
     hidden = renamed_staging(staging, new_token())
     lock(staging)
     try:
         # A writer that is alive after all must fail rather than commit a directory that is being removed.
         os.rename(staging, hidden)
-        shutil.rmtree(hidden)
+        parent, name = os.path.split(staging)
+        token = read_save_record(hidden).token
+        if token and token not in name:  # of the save that was replaced: it may hold what came late
+            _discard(hidden, os.path.join(parent, staged_name(name) or name))
+        else:
+            shutil.rmtree(hidden)
     finally:
         unlock(staging)
 

@@ -32,8 +32,8 @@ def remove_older(path: str | os.PathLike[str], keep_last: int, spare: str | None
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
     A path that is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed,
-    stays; the last case is warned of. Entries of a save's directory that no save has written stay. A directory is
-    removed in one step, objects with the index first: no reader finds part of a checkpoint.
+    stays; the last case is warned of. Entries of a save's directory that no save has written stay. A directory without
+    such entries is removed in one step, others and objects with the index first: no reader finds part of a checkpoint.
 
     Args:
         path: The latest save, a path or a normal URI, which stays.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 from raysharding.checkpoint.format import (
     MAX_JSON_BYTES,
     SAVE_RECORD_NAME,
+    is_sidecar_name,
     list_sidecar_files,
     parse_object,
     read_beside,
@@ -74,16 +76,16 @@ def own_sidecars(directory: str) -> frozenset[str]:
     Raises:
         CheckpointError: The store cannot be reached.
     """
-    listed = read_save_record(directory).sidecars
-    if not listed:
-        return frozenset()
-    storage = storage_of(directory)
+    storage, listed = storage_of(directory), read_save_record(directory).sidecars
 
     def is_unchanged(name: str) -> bool:
+        path = join_path(directory, name)
+        if not is_sidecar_name(name) or storage.find(path).kind != "file":
+            return False
         return hashlib.sha256(read_sidecar(storage, directory, name)).hexdigest() == listed[name]
 
-    present = [name for name in list_sidecar_files(storage, directory) if name in listed]
-    return frozenset(name for name in present if is_unchanged(name))
+    # By name, not by `list_sidecar_files`: an interrupted save may lack the modules.json that names a folder.
+    return frozenset(filter(is_unchanged, listed))
 
 
 def other_entries(directory: str) -> list[str]:
@@ -100,9 +102,32 @@ def other_entries(directory: str) -> list[str]:
     found = []
     for folder in folders:
         where = join_path(directory, folder) if folder else directory
-        if storage.find(where).kind == "directory":
-            for name in storage.list_names(where):
-                entry = f"{folder}/{name}".lstrip("/")
-                if not is_save_name(name, folder) and entry not in copied and entry not in folders:
-                    found.append(entry)
+        if storage.find(where).kind != "directory":
+            continue
+        for name in storage.list_names(where):
+            entry, path = f"{folder}/{name}".lstrip("/"), join_path(where, name)
+            if entry in folders:
+                is_own = storage.find(path).kind == "directory"
+            else:  # a store has no directories in the place of files
+                is_own = entry in copied or (is_save_name(name, folder) and not os.path.isdir(path))
+            if not is_own:
+                found.append(entry)
     return sorted(found)
+
+
+def sidecars_to_copy(staging: str, found: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the small files to write into an uncommitted save; removes those of an older save that it lacks.
+
+    A staging directory is empty of both. At a URI, files that came there meanwhile are the user's, and stay.
+
+    Args:
+        staging: A normal path or URI.
+        found: Name → content of the files of the source.
+
+    Raises:
+        CheckpointError: The store cannot be reached.
+    """
+    storage, own = storage_of(staging), own_sidecars(staging)
+    users = {*list_sidecar_files(storage, staging)} - own
+    storage.each(storage.remove, [join_path(staging, name) for name in own - found.keys()])
+    return {name: data for name, data in found.items() if name not in users}

@@ -1,4 +1,4 @@
-"""Loading of a module from files, a state dict or a replica."""
+"""Loading of a module from files or a state dict."""
 
 from raysharding.distributed.loading.full_state_dict import (
     distribute_state_dict,

@@ -30,6 +30,7 @@ from raysharding.checkpoint.writing import (
     remove_left_overs,
     remove_older,
     remove_staging,
+    sidecars_to_copy,
     write_file,
 )
 from raysharding.config import floating_dtype
@@ -416,7 +417,9 @@ class Save:
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
         check_claim(self.staging, self.destination.token)
-        sidecars = _sidecars_to_copy(self.destination)
+        sources = {} if self.destination.sidecars is None else self.destination.sidecars.read()
+        named = {name: data for name, data in sources.items() if name not in _NOT_COPIED}
+        sidecars = sidecars_to_copy(self.staging, named)
         SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
         configs = config_files(self.module, self.destination.dtype) if adapters is None else {}
@@ -470,9 +473,3 @@ def begin_save(
 _NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)
 """Files that are written from the model, whose class or dtype may differ from the source. generation_config.json is
 copied: ranks that do not see the source built the model without it."""
-
-
-def _sidecars_to_copy(destination: Destination) -> dict[str, bytes]:
-    """Return the small files to copy, by name."""
-    found = {} if destination.sidecars is None else destination.sidecars.read()
-    return {name: data for name, data in found.items() if name not in _NOT_COPIED}

@@ -245,7 +245,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def cut(self, chosen: list[Connection]) -> None:
-        """End collectives that wait for lost ranks; see Note [Cutting] in `distributed.comm.abort`."""
+        """End collectives that wait for ranks that raised; see Note [Cutting] in `distributed.comm.abort`."""
         cut(chosen)
 
     @ray.method(concurrency_group="control")

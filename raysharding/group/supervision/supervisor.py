@@ -297,7 +297,7 @@ class Supervisor:
                 return
             is_usable = self.status.is_usable
         if not is_usable:
-            self._drop_kept()  # no other rank holds its shard: the kept ranks are of no use
+            self._drop_kept()  # the group needs all ranks: those that are left are of no use
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)

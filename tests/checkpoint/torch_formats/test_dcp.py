@@ -297,6 +297,29 @@ def repack(data: Path, change: Any) -> None:
             archive.writestr(name, new, compression)
 
 
+def test_a_file_is_read_whole_though_a_read_gives_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads 2 GiB at most at once."""
+    write_dcp(tmp_path, {"w": cut(torch.arange(100_000))})
+
+    class Short(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    monkeypatch.setattr(dcp, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
+    assert_same_bits(read_all(tmp_path), {"w": torch.arange(100_000)})
+
+
+def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    buffer = io.BytesIO()
+    torch.save(WHOLE, buffer, _use_new_zipfile_serialization=False)
+    (tmp_path / FILE).write_bytes(buffer.getvalue() + saved(WHOLE))
+    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=r"holds no torch\.save archive"):
+        read_all(tmp_path)
+
+
 def test_a_storage_that_is_too_short(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
     repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
