@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp.wrap import _recursive_wrap as recursive_wrap
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -45,3 +46,8 @@ def _signed(value: Any) -> Any:
 def shape_of(node: Any, output: int) -> tuple[int, ...]:
     """Return the shape of a forward result: of output number `output` of the operation that made the node."""
     return tuple(node._input_metadata[output].shape)
+
+
+def num_process_groups() -> int:
+    """Return the number of process groups that this process is in."""
+    return len(_world.pg_names)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -31,6 +34,8 @@ PRELOADED = [
     "tests.frozen",
 ]
 
+OUTSIDERS = "RAYSHARDING_TEST_OUTSIDERS"
+"""Variable that makes the ranks of a test a part of a larger world: see `see_group`."""
 PEER_GRACE_S = 3.0
 """How long the other ranks may go on after one failed: long enough to report an error that they share."""
 
@@ -71,14 +76,15 @@ def run_ranks(
     if not fresh:
         context.set_forkserver_preload(PRELOADED)
     environment = dict(os.environ)
+    outsiders = int(environment.get(OUTSIDERS, "0")) if world_size and device == "cpu" else 0
     with tempfile.TemporaryDirectory(prefix="raysharding-ranks-") as folder:
         processes = [
             context.Process(  # type: ignore[attr-defined]  # typeshed gives it to the contexts themselves
                 target=_rank_main,
-                args=(rank, world_size, folder, timeout_s, environment, (device, gloo), fn, args),
+                args=(rank, world_size + outsiders, folder, timeout_s, environment, (device, gloo), fn, args),
                 daemon=True,
             )
-            for rank in range(world_size)
+            for rank in range(world_size + outsiders)
         ]
         try:
             for process in processes:
@@ -87,7 +93,7 @@ def run_ranks(
         finally:
             for process in processes:
                 _stop(process)
-        return _collect(processes, folder)
+        return _collect(processes, folder)[outsiders:]
 
 
 def _rank_main(
@@ -121,7 +127,12 @@ def _rank_main(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=deadline, device_id=device_id
         )
-        result = (True, fn(*args))
+        outsiders = int(os.environ.get(OUTSIDERS, "0")) if device[0] == "cpu" else 0
+        if outsiders:
+            global _group
+            _group = dist.new_group(range(outsiders, world_size))
+            see_group() if rank >= outsiders else None
+        result = (True, fn(*args) if rank >= outsiders else None)
         # Without this a rank that is done early would close sockets that its peers still use. Not on the device, which
         # may be dead.
         store.set(f"done/{rank}", "")
@@ -132,6 +143,110 @@ def _rank_main(
     _write_result(folder, rank, result)
     # Skips interpreter teardown: a failed group's threads may block it, and the result is already on disk.
     os._exit(0 if result[0] else 1)
+
+
+class _GroupDist:
+    """`torch.distributed` for the code of tests, whose ranks are those of a group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        import torch.distributed as dist
+
+        found = getattr(dist, name)
+        if name not in _OF_GROUP:
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for rooted in ("src", "dst"):
+                if rooted in kwargs:
+                    kwargs[f"group_{rooted}"] = kwargs.pop(rooted)
+            bound = inspect.signature(found).bind_partial(*args, **kwargs)
+            for rooted in ("src", "dst"):
+                if bound.arguments.get(rooted) is not None:
+                    bound.arguments[rooted] = dist.get_global_rank(self._group, bound.arguments[rooted])
+            if bound.arguments.get("group") is None:
+                bound.arguments["group"] = self._group
+            return found(*bound.args, **bound.kwargs)
+
+        return call
+
+
+_OF_GROUP = {
+    *("get_rank", "get_world_size", "barrier", "monitored_barrier", "all_reduce", "broadcast", "broadcast_object_list"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object", "reduce_scatter_tensor"),
+    *("send", "recv"),
+}
+
+
+def _takes_process_group(value: Any) -> bool:
+    is_torchs = inspect.isfunction(value) and value.__module__.startswith("torch.distributed.checkpoint")
+    return is_torchs and "process_group" in inspect.signature(value).parameters
+
+
+@functools.cache
+def _make_oracles_of(group: Any) -> None:
+    """Give FSDP1, with which tests compare, a group in place of its default."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    init = FullyShardedDataParallel.__init__
+
+    def init_of_group(self: Any, module: Any, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
+        if process_group is None and kwargs.get("device_mesh") is None:
+            process_group = group
+        init(self, module, process_group, *args, **kwargs)
+
+    setattr(FullyShardedDataParallel, "__init__", init_of_group)  # noqa: B010
+
+
+def _device_mesh_of(group: Any, device_type: str, shape: Sequence[int], *, mesh_dim_names: Any = None) -> Any:
+    """`init_device_mesh` over the ranks of a group."""
+    from raysharding import Sharding
+    from raysharding.distributed.comm import init_mesh
+
+    mesh = init_mesh(device_type, Sharding(replicate_size=shape[0] if len(shape) == 2 else 1), group)
+    assert mesh.mesh.shape == tuple(shape)
+    assert mesh_dim_names in (None, mesh.mesh_dim_names), "tests use this library's names"
+    return mesh
+
+
+_group: Any = None
+
+
+def is_part() -> bool:
+    """Whether the ranks of the test are a part of a larger world."""
+    return _group is not None
+
+
+def see_group() -> None:
+    """Let the code of tests, and nothing else, take this rank's group for all ranks, where it is a part of them.
+
+    Modules of tests see `torch.distributed` of the group, and an `init_mesh` without a group makes a mesh of it. What
+    they call must find the group by the mesh of a module. Call it again after an import of tests.
+    """
+    if _group is None:
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from raysharding.distributed import comm
+
+    _make_oracles_of(_group)
+    own, takes_group = _GroupDist(_group), [comm.init_mesh, comm.agree, comm.agreeing, comm.from_rank_0, comm.any_rank]
+    takes_group += [comm.all_gather_json, comm.all_gather_ints, comm.broadcast_json, comm.metadata_device]
+    for name, module in list(sys.modules.items()):
+        is_test = name.startswith("tests.") and module is not sys.modules[__name__]
+        for attribute, value in list(vars(module).items()) if name.startswith(("tests.", "raysharding.")) else []:
+            is_mesh = value is comm.init_mesh and not name.startswith("raysharding.distributed.comm")
+            if value is init_device_mesh and is_test:
+                setattr(module, attribute, functools.partial(_device_mesh_of, _group))
+            elif is_test and _takes_process_group(value):
+                setattr(module, attribute, functools.partial(value, process_group=_group))
+            elif value is dist and is_test:
+                setattr(module, attribute, own)
+            elif is_mesh or (is_test and any(value is one for one in takes_group)):
+                setattr(module, attribute, functools.partial(value, group=_group))
 
 
 _device = "cpu"

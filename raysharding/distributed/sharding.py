@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, FileStateDict
-from raysharding.distributed.fully_shard import inner_tensor, meta_like
+from raysharding.distributed.comm import current_group, get_rank
+from raysharding.distributed.fully_shard import inner_tensor, meta_like, over_ranks_of
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 from raysharding.torch_internals import IncompatibleKeys
 
@@ -155,14 +156,16 @@ for _name, _method in vars(nn.Module).items():
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str],
     device_map: str | int | torch.device | Mapping[str, str | int | torch.device] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read a checkpoint file on global rank 0, like accelerate's function of that name. Not collective.
+    """Read a checkpoint file on rank 0, like accelerate's function of that name. Not collective.
 
     Args:
         checkpoint_file: A `.safetensors` file, or a file of `torch.save`, which is read with `weights_only=True`.
         device_map: Device of all tensors, or module-name prefix → device (the longest matching prefix counts, `""` is
             the whole model, and the default is the CPU). Default: the CPU, where values are mapped pages of the file,
             read on access: a file can be larger than memory.
+        group: Process group whose rank 0 reads: that of the module's mesh. Default: the current group, of all ranks.
 
     Returns:
         On rank 0, and in a process without a process group, FQN → full tensor; on the other ranks an empty dict.
@@ -171,7 +174,7 @@ def load_state_dict(
         CheckpointError: On rank 0 only: the file is unreadable or unsafe.
         ValueError: On rank 0 only: `device_map` names an unknown device.
     """
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if dist.is_initialized() and dist.get_rank(group or current_group()) != 0:
         return {}
     return read_state_dict(checkpoint_file, device_map)
 
@@ -193,6 +196,7 @@ def patch_accelerate() -> AcceleratePatch:
     return AcceleratePatch(DistModule)
 
 
+@over_ranks_of("meta_sharded_state_dict")
 def broadcast_and_shard_state_dict(
     state_dict: Mapping[str, torch.Tensor],
     meta_sharded_state_dict: Mapping[str, torch.Tensor],
@@ -216,11 +220,12 @@ def broadcast_and_shard_state_dict(
         ValueError: At once on a rank other than 0; the other ranks then wait until the process group times out.
         PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype.
     """
-    if dist.get_rank() != 0:
-        raise ValueError(f"rank {dist.get_rank()} has no full state dict: call shard_broadcasted_state_dict")
+    if get_rank() != 0:
+        raise ValueError(f"rank {get_rank()} has no full state dict: call shard_broadcasted_state_dict")
     _distribute(state_dict, meta_sharded_state_dict, sharded_state_dict, timeout_s)
 
 
+@over_ranks_of("meta_sharded_state_dict")
 def shard_broadcasted_state_dict(
     meta_sharded_state_dict: Mapping[str, torch.Tensor],
     sharded_state_dict: dict[str, torch.Tensor],
@@ -238,7 +243,7 @@ def shard_broadcasted_state_dict(
         ValueError: On rank 0, at once.
         PlanError: On every rank, before data moves, with all mismatches.
     """
-    if dist.get_rank() == 0:
+    if get_rank() == 0:
         raise ValueError("rank 0 has the full state dict: call broadcast_and_shard_state_dict")
     _distribute({}, meta_sharded_state_dict, sharded_state_dict, timeout_s)
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agreeing
-from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, reshard
+from raysharding.distributed.comm import agreeing, get_rank, global_ranks
+from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, over_ranks_of, reshard
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import saved_tensors, tied_names
 from raysharding.models import clean_name
 
 
+@over_ranks_of("model")
 def fsdp2_load_full_state_dict(
     accelerator: Any,
     model: nn.Module,
@@ -33,8 +34,8 @@ def fsdp2_load_full_state_dict(
     every rank. The model keeps dtypes and ties.
 
     Args:
-        accelerator: accelerate's `Accelerator`, a process group of all ranks, or `None`: it is only checked.
-        model: Sharded with FSDP2 over all ranks (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
+        accelerator: accelerate's `Accelerator`, the process group of the model's mesh, or `None`: it is only checked.
+        model: Sharded with FSDP2 (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
             and compiled modules may be in it.
         full_sd: On rank 0 name → full tensor, as `model.state_dict()` names them before sharding; one name of a tied
             tensor is enough, and items may load on access. Ignored on the other ranks: pass an empty dict.
@@ -47,14 +48,14 @@ def fsdp2_load_full_state_dict(
     Raises:
         PlanError: On every rank, before data moves: each key that is missing or does not fit. A model that was on meta
             is there again. Keys that the model has no place for are a UserWarning on rank 0 (accelerate says nothing).
-        ValueError: On every rank: a process group that is not all ranks.
+        ValueError: On every rank: a process group of other ranks than the mesh.
     """
-    _require_all_ranks(accelerator)
+    _require_ranks_of(accelerator)
     if cpu_offload:
         mark_offloaded(model)
     # A rank that raised alone would leave the others in the load.
     with agreeing():
-        values = _by_own_names(model, full_sd) if dist.get_rank() == 0 else {}
+        values = _by_own_names(model, full_sd) if get_rank() == 0 else {}
     fill(model, saved_tensors, values, timeout_s)
     return model
 
@@ -86,15 +87,12 @@ def fill(
         on_error.pop_all()
 
 
-def _require_all_ranks(accelerator: Any) -> None:
-    """Check that a process group has all ranks, with rank 0 first."""
-    if not isinstance(accelerator, dist.ProcessGroup):
-        return
-    ranks = dist.get_process_group_ranks(accelerator)
-    if ranks[0] != 0 or len(ranks) != dist.get_world_size():
+def _require_ranks_of(accelerator: Any) -> None:
+    """Check that a process group has the ranks of the model, whose group is the current one."""
+    if isinstance(accelerator, dist.ProcessGroup) and global_ranks(accelerator) != global_ranks():
         raise ValueError(
-            f"the process group holds ranks {ranks} of {dist.get_world_size()}: give one of all ranks with rank 0 "
-            "first, or None"
+            f"the process group holds ranks {global_ranks(accelerator)}, and the model's mesh {global_ranks()}: give "
+            "that of the mesh, or None"
         )
 
 

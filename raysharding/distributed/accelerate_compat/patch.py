@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.checkpoint import read_state_dict
-from raysharding.distributed.comm import from_rank_0
+from raysharding.distributed.comm import from_rank_0, using_group
+from raysharding.distributed.fully_shard import group_of
 
 
 class Unread:
@@ -96,7 +97,8 @@ class AcceleratePatch:
         call = inspect.signature(self._original).bind(model, *args, **kwargs)
         # Rank 0 alone would enter the reader, whose tensors come from rank 0 anyway.
         call.arguments["broadcast_from_rank0"] = False
-        _copy(self._original, {"load_state_dict": _read})(*call.args, **call.kwargs)
+        with using_group(group_of(model)):
+            _copy(self._original, {"load_state_dict": _read})(*call.args, **call.kwargs)
 
     def restore(self) -> None:
         """Restore accelerate's function; a second call does nothing."""

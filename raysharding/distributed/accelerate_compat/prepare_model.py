@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +16,7 @@ from raysharding.config import Sharding
 from raysharding.distributed.accelerate_compat.load import fill
 from raysharding.distributed.accelerate_compat.sharding import sharding_of
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
-from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.comm import get_rank, init_mesh, mesh_group, using_group
 from raysharding.distributed.fully_shard import meta_like, module_tensors, shard_groups, tensor_slots, unwrapped
 from raysharding.errors import PlanError
 from raysharding.models import input_and_output, wrap_groups
@@ -59,20 +58,22 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     plugin.set_auto_wrap_policy(root)
     _refuse_4_bit(root)
     _raise_precision(accelerator, root)
+    mesh = _mesh_of(accelerator)
     sharding = replace(
-        sharding_of(plugin, root),
+        sharding_of(plugin, root, world_size=None if mesh is None else mesh.size()),
         activation_checkpointing=False,
         activation_checkpointing_offload=False,
         sync_module_states=False,
     )
     groups, unfreed = _groups(plugin, root, sharding)
-    mesh = _mesh(accelerator, sharding)
+    mesh = mesh or init_mesh(accelerator.device.type, sharding)
     if not plugin.cpu_ram_efficient_loading:
         shard_groups(root, mesh, sharding, groups, unfreed)
         return model
-    values = _put_on_meta(root)
-    shard_groups(root, mesh, replace(sharding, param_init_fn=None), groups, unfreed)
-    fill(root, module_tensors, values)
+    with using_group(mesh_group(mesh)):
+        values = _put_on_meta(root)
+        shard_groups(root, mesh, replace(sharding, param_init_fn=None), groups, unfreed)
+        fill(root, module_tensors, values)
     return model
 
 
@@ -95,7 +96,7 @@ def _raise_precision(accelerator: Any, model: nn.Module) -> None:
         if parameter.requires_grad and parameter.itemsize < torch.float32.itemsize:
             parameter.data = parameter.data.to(torch.float32)
             raised.append(name)
-    if raised and getattr(accelerator, "is_main_process", dist.get_rank() == 0):
+    if raised and getattr(accelerator, "is_main_process", get_rank() == 0):
         warnings.warn(
             f"mixed_precision={precision!r}: {len(raised)} trainable parameters, such as {raised[0]}, are kept in "
             "float32 from here on, and saved so",
@@ -104,13 +105,11 @@ def _raise_precision(accelerator: Any, model: nn.Module) -> None:
         )
 
 
-def _mesh(accelerator: Any, sharding: Sharding) -> DeviceMesh:
-    """Return the FSDP axes of the accelerator's mesh; a mesh of all ranks if the accelerator has none."""
+def _mesh_of(accelerator: Any) -> DeviceMesh | None:
+    """Return the FSDP axes of the accelerator's mesh; `None` if the accelerator has none."""
     mesh: DeviceMesh | None = getattr(accelerator, "torch_device_mesh", None)
-    if mesh is None:
-        return init_mesh(accelerator.device.type, sharding)
     config = getattr(accelerator, "parallelism_config", None)
-    return mesh if config is None else mesh[tuple(config.fsdp_dim_names)]
+    return mesh if mesh is None or config is None else mesh[tuple(config.fsdp_dim_names)]
 
 
 def _groups(
@@ -151,4 +150,4 @@ def _put_on_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:
         empty[tensor].__dict__.update(tensor.__dict__)
     for table, name, tensor in tensor_slots(model.modules()):
         table[name] = empty[tensor]
-    return held if dist.get_rank() == 0 else {}
+    return held if get_rank() == 0 else {}

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from raysharding.config import Sharding
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
+from raysharding.distributed.comm import get_world_size
 from raysharding.distributed.fully_shard import warn_once
 from raysharding.torch_internals import BatchNorm
 
@@ -45,7 +46,7 @@ def sharding_of(
     fields["backward_prefetch"] = plugin.backward_prefetch
     strategy: ShardingStrategy = plugin.reshard_after_forward or plugin.sharding_strategy
     if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        world_size = get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     if ranks_per_node is None and (found := os.environ.get("LOCAL_WORLD_SIZE")):
         ranks_per_node = int(found)
     return Sharding.from_strategy(strategy, world_size, ranks_per_node, **fields)

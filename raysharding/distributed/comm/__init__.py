@@ -8,6 +8,15 @@ from raysharding.distributed.comm.agreement import (
     agreeing,
     from_rank_0,
 )
+from raysharding.distributed.comm.current_group import (
+    current_group,
+    get_rank,
+    get_world_size,
+    global_ranks,
+    rank_name,
+    require_member,
+    using_group,
+)
 from raysharding.distributed.comm.device import (
     accelerator_in_use,
     check_device_type,
@@ -18,7 +27,7 @@ from raysharding.distributed.comm.device import (
     is_available,
     set_current_device,
 )
-from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh
+from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh, mesh_group
 from raysharding.distributed.comm.json_collectives import (
     all_gather_ints,
     all_gather_json,

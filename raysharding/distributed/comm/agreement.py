@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding import errors
+from raysharding.distributed.comm.current_group import current_group, get_world_size, rank_name
 from raysharding.distributed.comm.json_collectives import (
     all_gather_json,
     any_rank,
@@ -35,7 +36,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     return {"type": "", "fields": {"message": f"{type(error).__name__}: {error}"}}
 
 
-def _rebuild(rank: int, description: dict[str, Any]) -> RayshardingError:
+def _rebuild(rank: str, description: dict[str, Any]) -> RayshardingError:
     cls = getattr(errors, description["type"], RayshardingError)
     fields = dict(description["fields"])
     fields["message"] = f"{fields['message']} (on rank {rank})"
@@ -49,7 +50,7 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
     Args:
         error: Error of this rank, or `None`.
         value: JSON value to share if no rank has an error.
-        group: Process group. Default: the default group.
+        group: Process group. Default: the current group.
 
     Returns:
         The values of all ranks, in rank order.
@@ -64,7 +65,7 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
         raise error
     for rank, outcome in enumerate(outcomes):
         if outcome["error"] is not None:
-            raise _rebuild(rank, outcome["error"])
+            raise _rebuild(rank_name(rank, group), outcome["error"])
     return [outcome["value"] for outcome in outcomes]
 
 
@@ -92,14 +93,14 @@ def from_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None = None)
 
     Args:
         make: Called on rank 0 only.
-        group: Process group of all ranks. Default: the default group.
+        group: Process group of all ranks. Default: the current group.
 
     Raises:
         Exception: On rank 0: the error of `make`. On the other ranks: as from `agree`.
     """
     value: Any = None
     with agreeing(group):
-        value = make() if dist.get_rank() == 0 else None
+        value = make() if dist.get_rank(group or current_group()) == 0 else None
     return broadcast_json(value, group)
 
 
@@ -126,7 +127,7 @@ class FailureFlag:
 
     def check(self, index: int, failed: bool) -> bool:
         """Return True if all ranks stop after bucket `index`; the same on every rank."""
-        if dist.get_world_size() == 1:
+        if get_world_size() == 1:
             return failed
         if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
             return False
@@ -135,7 +136,7 @@ class FailureFlag:
             return True
         self._flag.fill_(failed)
         # Every rank starts this at the same buckets, failed or not: the others would wait for one that stopped early.
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=current_group(), async_op=True)
         return False
 
     def close(self) -> None:

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharding.distributed.comm.current_group import current_group
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.waiting import to_host, wait_for
 
 
 def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for small metadata tensors of `group`: the CPU if it has a backend, else the accelerator."""
-    types = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    types = [part.partition(":")[0] for part in dist.get_backend_config(group or current_group()).split(",")]
     return current_device("cpu" if "cpu" in types else types[0])
 
 
@@ -69,7 +70,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
     Args:
         value: Any value that `json.dumps` accepts.
-        group: Process group. Default: the default group.
+        group: Process group. Default: the current group.
 
     Returns:
         The values in rank order, on every rank. Wire: from each rank to each 1 KiB, and the length of the longest value
@@ -86,6 +87,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 def _all_gather(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Gather as many bytes from every rank; collective."""
     let_gloo_end()
+    group = group or current_group()
     mine = _resized(data, num_bytes, group)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
@@ -99,14 +101,15 @@ def all_gather_ints(
 
     Args:
         values: The same number of values on every rank, each below 2^63.
-        group: Process group. Default: the default group.
+        group: Process group. Default: the current group.
         timeout_s: Longest wait for the other ranks. Default: the timeout of the process group.
 
     Returns:
         The values of each rank, in rank order, on every rank. Wire: an all-reduce of 8 bytes per value and rank.
     """
+    group = group or current_group()
     table = torch.zeros(dist.get_world_size(group), len(values), dtype=torch.int64, device=metadata_device(group))
-    table[dist.get_rank(group)] = torch.tensor(values)
+    table[dist.get_rank(group)] = torch.tensor(values, device="cpu")  # also where the caller makes modules on meta
     # Every rank calls this, without rows too: the others would wait in the all-reduce. A sum in which each rank fills
     # its own row, because an all-gather over four ranks takes gloo five times as long as an all-reduce.
     work: dist.Work | None = dist.all_reduce(table, group=group, async_op=True)
@@ -126,13 +129,14 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
 
     Args:
         value: Value to send; ignored on all ranks but `source`.
-        group: Process group. Default: the default group.
+        group: Process group. Default: the current group.
         source: Rank within `group` that sends.
 
     Returns:
         The value of `source`, on every rank.
     """
     let_gloo_end()
+    group = group or current_group()
     data = _encode(value if dist.get_rank(group) == source else None)
     found = _resized(data, _HEAD_BYTES, group)
     dist.broadcast(found, group_src=source, group=group)
@@ -144,7 +148,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
 
 
 def broadcast_tensor(mine: torch.Tensor | None, dtype: str, shape: Sequence[int], source: int = 0) -> torch.Tensor:
-    """Broadcast a tensor of one rank, whose dtype and shape all ranks know; collective over the default group.
+    """Broadcast a tensor of one rank, whose dtype and shape all ranks know; collective.
 
     Args:
         mine: The tensor, on the source; `None` on the other ranks.
@@ -159,5 +163,5 @@ def broadcast_tensor(mine: torch.Tensor | None, dtype: str, shape: Sequence[int]
     if mine is not None:
         value.copy_(mine.detach())
     if value.numel():
-        dist.broadcast(value.view(-1).view(torch.uint8), src=source)
+        dist.broadcast(value.view(-1).view(torch.uint8), group=current_group(), group_src=source)
     return value

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree, from_rank_0
-from raysharding.distributed.fully_shard import cut, local_tensor, message_device
+from raysharding.distributed.comm import agree, from_rank_0, get_rank, get_world_size, global_ranks
+from raysharding.distributed.fully_shard import cut, local_tensor, message_device, over_ranks_of
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.optim import OptimizerSnapshot, agreed_snapshot, parameter_names, split_state, state_like
 from raysharding.distributed.transfer import gather_tensors
@@ -28,6 +28,7 @@ OptimInput = Sequence[Mapping[str, Any]] | Iterable[torch.Tensor]
 """Argument of an optimizer: parameters, or param groups."""
 
 
+@over_ranks_of("model")
 def full_optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -44,18 +45,18 @@ def full_optim_state_dict(
         optim: Over its parameters.
         optim_input: Ignored: the optimizer has its parameters.
         rank0_only: True for the state on rank 0 only; False for the full state on every rank.
-        group: The default group, or `None`.
+        group: The group of the model's mesh, or `None`.
 
     Returns:
         `{"state": {FQN: {name: CPU tensor or value}}, "param_groups": [{..., "params": [FQN, ...]}]}`; an empty dict
         on the other ranks under `rank0_only`. Wire: each shard once to each rank that gets it.
 
     Raises:
-        ValueError: `group` is not the default group.
+        ValueError: `group` has other ranks.
         PlanError: On every rank: see `agreed_snapshot`.
         RuntimeError: From the process group, when a rank is gone.
     """
-    require_default_group(group)
+    require_group(group)
     snapshot = agreed_snapshot(model, optim)
     assert snapshot is not None, "there is an optimizer"
     return gathered(snapshot, model, rank0_only=rank0_only)
@@ -70,9 +71,9 @@ def gathered(snapshot: OptimizerSnapshot, model: nn.Module, *, rank0_only: bool,
         rank0_only: The other ranks get an empty dict.
         on_cpu: True for tensors in host memory; False for the device of the shards.
     """
-    ranks = (0,) if rank0_only else tuple(range(dist.get_world_size()))
+    ranks = (0,) if rank0_only else tuple(range(get_world_size()))
     full = gather_tensors(snapshot.tensors, ranks, message_device(model))
-    if dist.get_rank() not in ranks:
+    if get_rank() not in ranks:
         return {}
     if not on_cpu:
         full = {key: value.to(local_tensor(snapshot.tensors[key]).device) for key, value in full.items()}
@@ -113,6 +114,7 @@ def shard_full_optim_state_dict(
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
+@over_ranks_of("model")
 def scatter_full_optim_state_dict(
     full_optim_state_dict: Mapping[str, Any] | None,
     model: nn.Module,
@@ -129,17 +131,17 @@ def scatter_full_optim_state_dict(
         model: See `shard_full_optim_state_dict`.
         optim_input: See `shard_full_optim_state_dict`.
         optim: See `shard_full_optim_state_dict`.
-        group: The default group, or `None`.
+        group: The group of the model's mesh, or `None`.
 
     Returns:
         As `shard_full_optim_state_dict`. Wire: each shard once. Memory above the shards: two buckets of 32 MiB.
 
     Raises:
-        ValueError: `group` is not the default group.
+        ValueError: `group` has other ranks.
         PlanError: On every rank, before data moves: rank 0 has no state dict, or its state dict has values of other
             types or does not fit.
     """
-    require_default_group(group)
+    require_group(group)
     values: dict[str, torch.Tensor] = {}
 
     def outline() -> dict[str, Any]:
@@ -291,14 +293,13 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
     return cut(value, parameter)
 
 
-def require_default_group(group: dist.ProcessGroup | None) -> None:
-    """Check that a process group has all ranks.
+def require_group(group: dist.ProcessGroup | None) -> None:
+    """Check that a process group has the ranks of the module, whose group is the current one.
 
     Raises:
-        ValueError: The group lacks ranks.
+        ValueError: It has others.
     """
-    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+    if group is not None and global_ranks(group) != global_ranks():
         raise ValueError(
-            f"group: has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; modules are sharded over all "
-            "ranks of the default group: leave it out"
+            f"group: has the ranks {global_ranks(group)}, and the model's mesh {global_ranks()}: leave it out"
         )

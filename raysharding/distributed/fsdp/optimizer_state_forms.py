@@ -15,15 +15,17 @@ from raysharding.distributed.comm import agreeing
 from raysharding.distributed.fsdp.optim_state_dict import (
     gathered,
     rekey_optim_state_dict,
-    require_default_group,
+    require_group,
     scatter_full_optim_state_dict,
     shard_full_optim_state_dict,
 )
 from raysharding.distributed.fsdp.state_dict_type import get_state_dict_type
+from raysharding.distributed.fully_shard import over_ranks_of
 from raysharding.distributed.optim import OptimizerSnapshot, agreed_snapshot, parameter_names, state_like
 from raysharding.errors import PlanError
 
 
+@over_ranks_of("model")
 def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -40,19 +42,19 @@ def optim_state_dict(
         model: The sharded root module.
         optim: Over its parameters.
         optim_state_dict: A state dict as from `optim.state_dict()`, to convert. Default: `optim.state_dict()`.
-        group: The default group, or `None`.
+        group: The group of the model's mesh, or `None`.
 
     Returns:
         `{"state": {FQN: {name: tensor or value}}, "param_groups": [{..., "params": [FQN, ...]}]}`; an empty dict on
         the other ranks under `rank0_only`. Wire: in the full form each shard to each rank that gets it; else nothing.
 
     Raises:
-        ValueError: `group` is not the default group.
+        ValueError: `group` has other ranks.
         PlanError: On every rank: see `agreed_snapshot`.
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    require_default_group(group)
+    require_group(group)
     snapshot = agreed_snapshot(model, optim, optim_state_dict)
     assert snapshot is not None, "there is an optimizer"
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
@@ -61,6 +63,7 @@ def optim_state_dict(
     return gathered(snapshot, model, rank0_only=rank0_only, on_cpu=config.offload_to_cpu)
 
 
+@over_ranks_of("model")
 def sharded_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
@@ -69,15 +72,16 @@ def sharded_optim_state_dict(
     As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, independent of `state_dict_type`.
 
     Raises:
-        ValueError: `group` is not the default group.
+        ValueError: `group` has other ranks.
         PlanError: On every rank: see `agreed_snapshot`.
     """
-    require_default_group(group)
+    require_group(group)
     snapshot = agreed_snapshot(model, optim)
     assert snapshot is not None, "there is an optimizer"
     return _sharded(snapshot, on_cpu=True)
 
 
+@over_ranks_of("model")
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -98,16 +102,16 @@ def optim_state_dict_to_load(
             `FullOptimStateDictConfig(rank0_only=True)` that of rank 0 is used.
         is_named_optimizer: True for FQNs as keys, for torch's `_NamedOptimizer`; False for parameter ids.
         load_directly: True to also call `optim.load_state_dict` with the result.
-        group: The default group, or `None`.
+        group: The group of the model's mesh, or `None`.
 
     Returns:
         A state dict for `optim.load_state_dict`. Wire: under `rank0_only` each shard once; else nothing but outcomes.
 
     Raises:
-        ValueError: `group` is not the default group.
+        ValueError: `group` has other ranks.
         PlanError: On every rank, before data moves: names, shapes, param groups or kinds of tensor that do not fit.
     """
-    require_default_group(group)
+    require_group(group)
     settings = get_state_dict_type(model)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         with agreeing():

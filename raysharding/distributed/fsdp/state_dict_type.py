@@ -26,10 +26,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import agree, agreeing
+from raysharding.distributed.comm import agree, agreeing, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     message_device,
     named_submodules,
+    over_ranks_of,
     reshard,
     show_shards,
     unwrapped,
@@ -191,6 +192,7 @@ class _Form:
 
     # --- state_dict -------------------------------------------------------------------------------------------------
 
+    @over_ranks_of("module")
     def state_dict(self, module: nn.Module, hidden: _Hidden, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return `module.state_dict` in this form; collective in the full form."""
         call = hidden or partial(type(module).state_dict, module)
@@ -228,12 +230,12 @@ class _Form:
         aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
         found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
-        is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+        is_wanted = not rank0_only or not dist.is_initialized() or get_rank() == 0
         if sharded:
             # A rank without memory must not leave the others in the gather.
             with agreeing():
                 full = full_memory(sharded if is_wanted else {}, on_cpu=self._on_cpu)
-            ranks = (0,) if rank0_only else range(dist.get_world_size())
+            ranks = (0,) if rank0_only else range(get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
         for key, value in found.items():
             if not is_wanted:
@@ -245,6 +247,7 @@ class _Form:
 
     # --- load_state_dict --------------------------------------------------------------------------------------------
 
+    @over_ranks_of("module")
     def load_state_dict(
         self,
         module: nn.Module,
@@ -270,6 +273,7 @@ class _Form:
         if not self._is_loading:
             self._load(False, False, module, state_dict, prefix)
 
+    @over_ranks_of("module")
     def _load(
         self, strict: bool, assign: bool, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any
     ) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.comm import agree, broadcast_json, current_group, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     by_mesh,
     fsdp_modules,
@@ -29,6 +29,7 @@ from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
     named_submodules,
+    over_ranks_of,
     reduce_replicated_gradients,
     refusing_use,
     require_idle,
@@ -44,6 +45,7 @@ from raysharding.models import is_cut
 
 
 @contextmanager
+@over_ranks_of("module")
 def summon_full_params(
     module: nn.Module,
     *,
@@ -108,6 +110,7 @@ def summon_full_params(
             full_params.leave()
 
 
+@over_ranks_of("module")
 def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     """Call `fn` on every submodule, children first, with its group's full parameters registered; collective.
 
@@ -273,7 +276,7 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
 
 def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Tensor]:
     """Return name → memory for the full tensor, if this rank gets the tensor."""
-    if options.rank0_only and dist.get_rank() != 0:
+    if options.rank0_only and get_rank() != 0:
         return {}
     return full_memory({item.name: item.sharded for item in params}, on_cpu=options.offload_to_cpu)
 
@@ -295,8 +298,8 @@ class _FullParams:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks that get full parameters."""
-        return (0,) if self.options.rank0_only else range(dist.get_world_size())
+        """Ranks that get full parameters."""
+        return (0,) if self.options.rank0_only else range(get_world_size())
 
     def register(self) -> None:
         for item in self.params:
@@ -396,7 +399,7 @@ def _settle_replicas(tensor: torch.Tensor, device: torch.device) -> None:
 
     Otherwise replicas would differ if ranks changed their full parameters differently.
     """
-    groups: list[dist.ProcessGroup | None] = [None]
+    groups = [current_group()]
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]

@@ -49,6 +49,7 @@ from raysharding.distributed.fully_shard.layout import (
     with_layout,
 )
 from raysharding.distributed.fully_shard.materialize import materialize, tensor_slots
+from raysharding.distributed.fully_shard.module_group import group_of, over_ranks_of
 from raysharding.distributed.fully_shard.module_hooks import move_inputs, warn_once
 from raysharding.distributed.fully_shard.recovery import (
     fork_rng_of,

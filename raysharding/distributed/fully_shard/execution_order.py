@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import all_gather_json, metadata_device, to_host
+from raysharding.distributed.comm import (
+    all_gather_json,
+    current_group,
+    get_rank,
+    get_world_size,
+    metadata_device,
+    to_host,
+)
+from raysharding.distributed.fully_shard.module_group import over_ranks_of
 from raysharding.errors import PlanError
 from raysharding.torch_internals import current_graph_task_id
 
@@ -100,10 +108,11 @@ def last_execution_order(module: nn.Module) -> tuple[int, ...]:
     return tuple(_orders[module].last)
 
 
+@over_ranks_of("module")
 def check_execution_order(module: nn.Module) -> None:
     """Check that all ranks ran the same FSDP groups in the same order since the last check; collective.
 
-    Every rank of the default group calls this after the same forwards, before their results are used. A module without
+    Every rank of the current group calls this after the same forwards, before their results are used. A module without
     recorded groups (`wrap="none"`, or not from `shard_module`) needs no check and no messages.
 
     Args:
@@ -114,14 +123,14 @@ def check_execution_order(module: nn.Module) -> None:
         RuntimeError: From the process group, if a rank times out.
     """
     order = _orders.get(module)
-    if order is None or len(order.labels) < 2 or dist.get_world_size() == 1:
+    if order is None or len(order.labels) < 2 or get_world_size() == 1:
         return
     digest, last = order.digest, list(order.last)
     order.restart()
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=metadata_device())
     try:
         # All ranks must detect a difference, or some would go on to their next collective while the others raise.
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=current_group())
     except RuntimeError as error:
         error.add_note(f"raysharding: a rank that runs other FSDP groups than this one never arrives here: {_CURE}")
         raise
@@ -129,7 +138,7 @@ def check_execution_order(module: nn.Module) -> None:
     if highest == -lowest:
         return
     every: list[list[int]] = all_gather_json(last)
-    raise PlanError(f"{_difference(order.labels, every, dist.get_rank())}; {_CURE}")
+    raise PlanError(f"{_difference(order.labels, every, get_rank())}; {_CURE}")
 
 
 def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int) -> str:

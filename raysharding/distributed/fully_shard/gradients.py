@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
-from raysharding.distributed.comm import is_accelerator, metadata_device, to_host
+from raysharding.distributed.comm import current_group, get_world_size, is_accelerator, metadata_device, to_host
 from raysharding.distributed.fully_shard.internals import (
     bases_of,
     fsdp_modules,
@@ -40,6 +40,7 @@ from raysharding.distributed.fully_shard.internals import (
     sharded_parameters,
     syncs_gradients,
 )
+from raysharding.distributed.fully_shard.module_group import over_ranks_of
 from raysharding.models import class_name, clean_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
@@ -103,6 +104,7 @@ _left_alone: WeakSet[nn.Module] = WeakSet()
 """Modules whose gradients are not averaged: `Sharding(average_ignored_gradients=False)`."""
 
 
+@over_ranks_of("module")
 def reduce_replicated_gradients(module: nn.Module) -> None:
     """Average the gradients of parameters that are not sharded (0-dim, ignored) over all ranks; collective.
 
@@ -156,10 +158,10 @@ def _average(parameters: list[nn.Parameter]) -> None:
     flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
     flat = flat.to(group_device(flat.device))
     # Every rank calls this with the same size, with zeros for missing gradients: the others would wait here.
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=current_group())
     start = 0
     for parameter, count in zip(parameters, to_host(flat[-len(parameters) :]).tolist(), strict=True):
-        piece = flat[start : start + parameter.numel()] / dist.get_world_size()
+        piece = flat[start : start + parameter.numel()] / get_world_size()
         start += parameter.numel()
         if count:
             parameter.grad = piece.reshape(parameter.shape).to(parameter)
@@ -172,6 +174,7 @@ def group_device(device: torch.device) -> torch.device:
     return device if is_accelerator(device) else metadata_device()
 
 
+@over_ranks_of("module")
 def finish_backward(module: nn.Module) -> None:
     """Do what FSDP does at the end of a backward, after one that may have reached no parameter; collective. Idempotent.
 
@@ -223,7 +226,7 @@ class _Reduction:
         # Every rank of the group calls this at the end of the same backward, whether or not its rows used the
         # parameters; and all ranks are inside no_sync, or none.
         if syncs_gradients(self._module):
-            reduce_replicated_gradients(self._module)
+            reduce_replicated_gradients(self._module)  # makes the module's group current: not so on autograd's threads
 
 
 def reduce_after_backward(module: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
@@ -240,6 +243,7 @@ def reduce_after_backward(module: nn.Module, left_alone: Iterable[nn.Module] = (
         module.register_forward_hook(_Reduction(module).watch)
 
 
+@over_ranks_of("module")
 def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; collective, one all-reduce of one number.
 
@@ -325,7 +329,7 @@ def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
         grad = parameter.grad
         if grad is None:
             continue
-        copies = 1 if id(parameter) in alone else dist.get_world_size()
+        copies = 1 if id(parameter) in alone else get_world_size()
         if isinstance(grad, DTensor):
             cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
             copies //= math.prod(map(grad.device_mesh.size, cut))
@@ -343,7 +347,7 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
         norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(grads, norm_type)])
         total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
     # Every rank calls this, without gradients too: the others would wait in the all-reduce.
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=current_group())
     return (total if is_max else total.pow(1.0 / norm_type)).float()
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raysharding.distributed.comm import current_device
+from raysharding.distributed.comm import current_device, get_rank, global_ranks
 from raysharding.models import clean_name
 
 _ROWS = Shard(0)
@@ -178,9 +177,9 @@ class ShardMap:
     """Which ranks hold which shard of a module's tensors."""
 
     holders: tuple[tuple[int, ...], ...]
-    """shard index → global ranks that hold it, first replica first."""
+    """shard index → ranks of the current group that hold it, first replica first."""
     rank: int
-    """This process's global rank."""
+    """This process's rank in the current group."""
 
     @property
     def num_shards(self) -> int:
@@ -198,7 +197,7 @@ class ShardMap:
         return self.index_of(self.rank)
 
     def index_of(self, rank: int) -> int:
-        """Return the index of the shard of global rank `rank`."""
+        """Return the index of the shard of rank `rank`."""
         return next(index for index, ranks in enumerate(self.holders) if rank in ranks)
 
     @classmethod
@@ -206,7 +205,7 @@ class ShardMap:
         """Return the map of a module's DTensors; without DTensors, every rank is a replica of one shard.
 
         Raises:
-            ValueError: The tensors are on different meshes, or on a mesh without all ranks.
+            ValueError: The tensors are on different meshes, or on another mesh than the current group's.
         """
         found = {holders: next(iter(part)) for holders, part in _by_holders(tensors).items() if holders is not None}
         if len(found) > 1:
@@ -214,13 +213,14 @@ class ShardMap:
                 f"parameters {sorted(found.values())} lie on different meshes: shard the module over one, "
                 "or bring its state to torch.distributed.checkpoint, by state_dict_type"
             )
-        shards = cls(next(iter(found), (tuple(range(dist.get_world_size())),)), dist.get_rank())
-        if shards.world_size != dist.get_world_size():
+        ranks = {rank: index for index, rank in enumerate(global_ranks())}
+        holders = next(iter(found), (tuple(ranks),))
+        if sorted(rank for row in holders for rank in row) != sorted(ranks):
             raise ValueError(
-                f"{next(iter(found.values()))}: its mesh holds {shards.world_size} of {dist.get_world_size()} ranks: "
-                "shard over all ranks of the default process group"
+                f"{next(iter(found.values()))}: its mesh holds the ranks {holders}, and the process group "
+                f"{list(ranks)}: shard the module over one mesh"
             )
-        return shards
+        return cls(tuple(tuple(ranks[rank] for rank in row) for row in holders), get_rank())
 
 
 def by_mesh(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import agreeing, all_gather_json, is_accelerator
+from raysharding.distributed.comm import agreeing, all_gather_json, current_group, get_rank, is_accelerator
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
 from raysharding.distributed.fully_shard.layout import (
     inner_tensor,
@@ -54,7 +54,7 @@ class FirstValues:
         self._device = device
         self._fn = sharding.param_init_fn
         self._syncs = sharding.sync_module_states
-        self._is_receiver = self._syncs and dist.get_rank() != 0
+        self._is_receiver = self._syncs and get_rank() != 0
         # Tensors that no group takes may be shared between modules of several groups, and are few.
         self._done: dict[torch.Tensor, torch.Tensor] = {}
         self._sent: set[torch.Tensor] = set()
@@ -165,7 +165,7 @@ class FirstValues:
             (self._sent if tensor in kept_now or not isinstance(tensor, nn.Parameter) else sent).add(tensor)
             staged = tensor.detach().to(self._device).contiguous()
             # All ranks hold the same tensors in the same order (`_check_alike`), so each one meets its own.
-            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
+            dist.broadcast(staged.reshape(-1).view(torch.uint8), group=current_group(), group_src=0)
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(staged)
 

@@ -16,12 +16,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import all_gather_json
+from raysharding.distributed.comm import all_gather_json, get_rank, get_world_size
 from raysharding.distributed.fully_shard.gradients import plain_parameters, replicated_parameters
 from raysharding.distributed.fully_shard.internals import mesh_sizes, parameter_groups
 from raysharding.distributed.fully_shard.layout import (
@@ -32,6 +31,7 @@ from raysharding.distributed.fully_shard.layout import (
     shard_index_of,
     tensor_layout,
 )
+from raysharding.distributed.fully_shard.module_group import over_ranks_of
 from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
@@ -45,16 +45,16 @@ _hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 def compare_before_forward(module: nn.Module) -> None:
     """Make the next forward of a root compare its parameters over the ranks. This call is not collective.
 
-    A forward without gradients and without gathers (NO_SHARD) is not collective; a later forward compares. A mesh
-    without all ranks (of a pipeline stage) is not compared.
+    A forward without gradients and without gathers (NO_SHARD) is not collective; a later forward compares. Modules
+    whose parts are on meshes of other ranks are not compared.
 
     Args:
         module: The root, after `fully_shard`.
     """
-    world_size = dist.get_world_size()
+    world_size = get_world_size()
     if world_size == 1 or any(size != world_size for size, _ in mesh_sizes(module)):
         return
-    # Ranks of a restarted group, some of them new, must compare equally often.
+    # After a restart in place: some ranks may have compared, and others not.
     if module in _hooks:
         _hooks.pop(module).remove()
 
@@ -66,6 +66,7 @@ def compare_before_forward(module: nn.Module) -> None:
     _hooks[module] = module.register_forward_pre_hook(compare, prepend=True)
 
 
+@over_ranks_of("module")
 def require_same_parameters(module: nn.Module) -> None:
     """Check that all ranks shard the same parameters and average the same gradients; collective.
 
@@ -135,6 +136,7 @@ def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
     return list(lines)
 
 
+@over_ranks_of("module")
 def weights_fingerprint(module: nn.Module) -> str:
     """Return 16 hex digits of a module's parameters, persistent buffers and config; collective.
 
@@ -166,7 +168,7 @@ def weights_fingerprint(module: nn.Module) -> str:
 def _is_counted(tensor: torch.Tensor) -> bool:
     """Return True on one of the ranks that hold equal copies of a tensor or shard."""
     if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
+        return get_rank() == 0
     places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
     return all(place == 0 for place, placement in places if placement.is_replicate())
 

@@ -1,7 +1,8 @@
 """Sharding of a module with FSDP2: groups and policies.
 
 Note: FSDP1's constructor, argument by argument.
-    `process_group`, `device_mesh`      the mesh, from `init_mesh`; its ranks are those of the default process group
+    `process_group`                     `init_mesh(device_type, group=...)`, also with the pair for HSDP
+    `device_mesh`                       the mesh, of any ranks
     `sharding_strategy`                 `Sharding.from_strategy`: `reshard_after_forward` and `replicate_size`
     `cpu_offload`                       `Sharding.cpu_offload`
     `auto_wrap_policy`                  `Sharding.wrap`, `min_num_params`
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import is_accelerator
+from raysharding.distributed.comm import is_accelerator, mesh_group, using_group
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
@@ -46,6 +47,7 @@ from raysharding.distributed.fully_shard.internals import (
 )
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
+from raysharding.distributed.fully_shard.module_group import note_mesh
 from raysharding.distributed.fully_shard.module_hooks import (
     cast_inputs_before_forward,
     compile_blocks,
@@ -120,6 +122,18 @@ def shard_groups(
         groups: Result of `wrap_groups`.
         unfreed: Groups that keep their full parameters from forward to backward, whatever `sharding` says.
     """
+    with using_group(mesh_group(mesh)):
+        note_mesh(module, mesh)
+        _shard_groups(module, mesh, sharding, groups, unfreed)
+
+
+def _shard_groups(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    groups: Sequence[tuple[str, ...]],
+    unfreed: Container[tuple[str, ...]],
+) -> None:
     _require_unsharded(module, groups)
     device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)

@@ -11,12 +11,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysharding.checkpoint import mismatches
 from raysharding.checkpoint.format import Checksums
-from raysharding.distributed.comm import agree, agreeing, all_gather_json
-from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
+from raysharding.distributed.comm import agree, agreeing, all_gather_json, get_world_size
+from raysharding.distributed.fully_shard import ShardMap, local_tensor, over_ranks_of, tensor_layout
 from raysharding.distributed.loading.plan import LoadContext, LoadPlan
 from raysharding.distributed.transfer import as_memory, full_memory, gather_into
 from raysharding.errors import CheckpointError
@@ -120,7 +119,7 @@ def _initialise_magnitudes(
     context: LoadContext, layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Compute DoRA's first magnitudes from loaded weights, which are gathered a layer at a time; collective."""
-    everyone = range(dist.get_world_size())
+    everyone = range(get_world_size())
     for name, layer in layers.items():
         if layer is not None:
             held = dict(layer.named_parameters())
@@ -200,6 +199,7 @@ def _merged(own: Checksums) -> Checksums:
     return whole
 
 
+@over_ranks_of("tensors")
 def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
     """Return a digest of all values of a module, equal at every world size and on every mesh; collective.
 

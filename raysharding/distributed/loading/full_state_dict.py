@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.checkpoint.format import EXTRA_STATE_NAME
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree, agreeing, broadcast_tensor, from_rank_0
+from raysharding.distributed.comm import agree, agreeing, broadcast_tensor, from_rank_0, get_rank
 from raysharding.distributed.fully_shard import (
     TensorTable,
     is_fsdp_hook,
     meta_like,
     named_submodules,
+    over_ranks_of,
     parameter_groups,
     persistent_names,
     reshard,
@@ -35,6 +35,7 @@ from raysharding.models import category, clean_name
 from raysharding.torch_internals import IncompatibleKeys
 
 
+@over_ranks_of("module")
 def load_full_state_dict(
     module: nn.Module,
     state_dict: Mapping[str, Any],
@@ -43,7 +44,7 @@ def load_full_state_dict(
     assign: bool = False,
     timeout_s: float = 120.0,
 ) -> IncompatibleKeys:
-    """Distribute rank 0's full state dict into a module; collective over the default group.
+    """Distribute rank 0's full state dict into a module; collective over the ranks of the module's mesh.
 
     Each rank receives the bytes of its own shards, in buckets, in the narrower of the two dtypes.
 
@@ -78,11 +79,12 @@ def load_full_state_dict(
     return keys
 
 
+@over_ranks_of("module")
 def load_full_tensors(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
 ) -> tuple[IncompatibleKeys, ExtraState]:
     """Load as `load_full_state_dict`, but return extra state for the caller to set, and call no hooks."""
-    values = state_dict if dist.get_rank() == 0 else {}
+    values = state_dict if get_rank() == 0 else {}
     extra = _extra_state(module, values, assign)
     origin = Rank0StateDict(values, extra.keys, extra.mismatches)
     with ExitStack() as undo:
@@ -109,6 +111,7 @@ def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool)
     return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
 
 
+@over_ranks_of("tensors", "like")
 def distribute_state_dict(
     state_dict: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],

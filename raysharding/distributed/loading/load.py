@@ -29,6 +29,7 @@ from raysharding.distributed.fully_shard import (
     materialize,
     message_device,
     module_tensors,
+    over_ranks_of,
     reshard,
     unwrapped,
 )
@@ -75,6 +76,7 @@ READ_THREADS = 4
 _log = logging.getLogger("raysharding")
 
 
+@over_ranks_of("module")
 def load_checkpoint(
     module: nn.Module,
     checkpoint: Checkpoint | str | os.PathLike[str],
@@ -112,6 +114,7 @@ def load_checkpoint(
     return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
 
 
+@over_ranks_of("module")
 def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loading, stall_s: float) -> LoadReport:
     """Load as `load_checkpoint`, from rank 0's memory.
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.checkpoint import (
@@ -31,7 +30,7 @@ from raysharding.checkpoint import (
 )
 from raysharding.checkpoint.format import MANIFEST_NAME, Checksums
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.comm import agree, broadcast_json, get_rank, get_world_size
 from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.loading.mmap import mappable
 from raysharding.distributed.loading.readers import (
@@ -237,7 +236,7 @@ def propose_load(
         digests = tuple(
             hashlib.sha256(repr(item).encode()).hexdigest() for item in ((own, on_meta, persistent), loading)
         )
-        if dist.get_rank() == 0:
+        if get_rank() == 0:
             match = _match(module, checkpoint, loading)
             outline = _outline(match, loading, layouts)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
@@ -407,7 +406,7 @@ def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, Ten
     ranged = [target for target in targets if target.fqn in cut]
     computed = [target for target in targets if target.fqn not in cut]
     extents = None
-    if dist.get_world_size() > 1 and not rank_0_reads(loading):
+    if get_world_size() > 1 and not rank_0_reads(loading):
         extents = tuple(extents_to_json(extents_of(match.checkpoint, target)) for target in (*ranged, *computed))
     is_base = match.kept and match.checkpoint.adapter is None and match.state_dict is None
     return Outline(

@@ -10,13 +10,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysharding.checkpoint import Manifest
 from raysharding.checkpoint.format import ADAPTER_NAME, SINGLE_NAME
 from raysharding.checkpoint.storage import is_remote, join_path
 from raysharding.checkpoint.writing import FileWriter, file_names, file_order, plan_files, write_index, write_manifest
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agree, get_rank
 from raysharding.distributed.transfer import Gather, as_bytes, host_identity
 from raysharding.errors import CheckpointError
 from raysharding.models import RunIndex, SavedTensor
@@ -52,13 +51,12 @@ class FilePlan:
 def _plan_files(
     layout: Mapping[str, SavedTensor],
     directory: str,
-    group: dist.ProcessGroup | None,
     file_name: str | None,
     token: str,
 ) -> FilePlan:
     """Distribute tensors over files, and files over the ranks that see the directory."""
     # The path may be another disk on another node. Every rank calls this, so that all make the same plan.
-    sees = agree(None, is_remote(directory) or os.path.isdir(directory), group)
+    sees = agree(None, is_remote(directory) or os.path.isdir(directory))
     able = [rank for rank, answer in enumerate(sees) if answer]
     sizes = {key: prod(saved.shape) * saved.dtype.itemsize for key, saved in layout.items()}
     total = sum(sizes.values())
@@ -134,7 +132,6 @@ def write_tensors(
     device: torch.device,
     stall_s: float,
     on_round: Callable[[int], None],
-    group: dist.ProcessGroup | None = None,
     layout: Mapping[str, SavedTensor] | None = None,
     file_name: str | None = None,
     token: str = "",
@@ -147,7 +144,6 @@ def write_tensors(
         device: Device of the messages.
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called on every rank after each round with the bytes written so far.
-        group: Process group of all ranks. Default: the default group.
         layout: Key in the files → its parts of `tensors`, and the dtype that they are cast to. Default: the tensors as
             they are.
         file_name: Name of the only file. Default: one or more files under standard names.
@@ -157,19 +153,19 @@ def write_tensors(
         CheckpointError: On every rank, if the disk is full or failed.
     """
     layout = layout or {name: SavedTensor.whole(name, tensor) for name, tensor in tensors.items()}
-    plan = _plan_files(layout, directory, group, file_name, token)
+    plan = _plan_files(layout, directory, file_name, token)
     with ExitStack() as open_files:
         writers = _Writers(plan, layout, directory, open_files)
-        made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
-        joined = agree(None, writers.join(made), group)
+        made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()})
+        joined = agree(None, writers.join(made))
         beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
         dtypes = {run.source: saved.dtype for saved in layout.values() for run in saved.runs}
-        options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory), "dtypes": dtypes}
+        options: dict[str, Any] = {"beside": beside, "in_order": is_remote(directory), "dtypes": dtypes}
         gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
         gather.run(on_round)
         # A full disk on one rank fails the save on all; without this, the others would commit.
-        writers.merge(agree(writers.error, writers.for_others(), group))
-        return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written, group))
+        writers.merge(agree(writers.error, writers.for_others()))
+        return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written))
 
 
 class _Writers:
@@ -192,7 +188,7 @@ class _Writers:
         self._layout = layout
         self._directory = directory
         self._open_files = open_files
-        self._rank = dist.get_rank()
+        self._rank = get_rank()
         self._files: dict[int, FileWriter] = {}
         self._guests: dict[int, FileWriter] = {}
         self._file_of: dict[str, FileWriter] = {}

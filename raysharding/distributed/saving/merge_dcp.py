@@ -31,7 +31,7 @@ from raysharding.checkpoint.writing import (
     write_index,
     write_manifest,
 )
-from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.comm import agree, broadcast_json, current_group, get_rank, using_group
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
 from raysharding.errors import CheckpointError
 
@@ -64,10 +64,11 @@ def merge_fsdp_weights(
     output_path: str | os.PathLike[str],
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Merge a sharded checkpoint into standard files, like accelerate's function of that name.
 
-    Without a process group, the calling process merges. In a process group, all ranks call it, and rank 0 reads and
+    Without a process group, the calling process merges. In a process group, all its ranks call it, and rank 0 reads and
     writes, like accelerate's main process; the other ranks wait while bytes move, each time at most the timeout of the
     process group. Only rank 0's arguments matter.
 
@@ -90,6 +91,7 @@ def merge_fsdp_weights(
             Values that such a load refuses are left out with a warning. Writing takes twice its size on disk.
         remove_checkpoint_dir: True to remove `.metadata` and the `*.distcp` files when the output is on disk, and
             `checkpoint_dir` if it is empty then.
+        process_group: The ranks that call it. Default: all ranks.
 
     Raises:
         CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint (the error
@@ -97,7 +99,8 @@ def merge_fsdp_weights(
             state does not fit the format. During the merge: a file is damaged, or the disk is full or failed;
             `output_path` is then unchanged.
     """
-    report = merge_checkpoint(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+    with using_group(process_group or current_group()):
+        report = merge_checkpoint(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
     if report is not None and report.skipped:
         warnings.warn(skipped_line(report), stacklevel=2)
 
@@ -155,7 +158,7 @@ def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> Me
     """Call `run` on rank 0, which sends the other ranks a message every few seconds, and the outcome; collective."""
     report = None
     error: Exception | None = None
-    if dist.get_rank() == 0:
+    if get_rank() == 0:
         last = time.monotonic()
 
         def tell(done: int, total: int) -> None:

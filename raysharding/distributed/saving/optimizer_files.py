@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.checkpoint.format import MAX_JSON_BYTES, OPTIMIZER_FOLDER, OPTIMIZER_NAME, parse_object, read_beside
 from raysharding.checkpoint.storage import join_path, normal_path, split_path, storage_of
 from raysharding.checkpoint.writing import make_folder, write_file
 from raysharding.config import Loading
-from raysharding.distributed.comm import agreeing, from_rank_0
-from raysharding.distributed.fully_shard import TensorTable, warn_once
+from raysharding.distributed.comm import agreeing, from_rank_0, get_rank
+from raysharding.distributed.fully_shard import TensorTable, over_ranks_of, warn_once
 from raysharding.distributed.loading import LoadReport, Progress, load_checkpoint
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.file_writers import write_tensors
@@ -40,7 +39,6 @@ def write_optimizer(
     device: torch.device,
     stall_s: float,
     on_round: Callable[[int], None],
-    group: dist.ProcessGroup | None = None,
     token: str = "",
 ) -> None:
     """Write optimizer state into a save; collective.
@@ -52,16 +50,15 @@ def write_optimizer(
         device: See `write_tensors`, also for the other arguments.
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called with the bytes written so far.
-        group: Process group of all ranks.
         token: Of the save.
 
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
     """
-    directory = str(from_rank_0(partial(make_folder, staging, OPTIMIZER_FOLDER), group))
-    written = write_tensors(tensors, directory, device, stall_s, on_round, group, token=token)
-    with agreeing(group):
-        if dist.get_rank() == 0:
+    directory = str(from_rank_0(partial(make_folder, staging, OPTIMIZER_FOLDER)))
+    written = write_tensors(tensors, directory, device, stall_s, on_round, token=token)
+    with agreeing():
+        if get_rank() == 0:
             written.finish(directory)
             found = {"format_version": FORMAT_VERSION, "outline": outline}
             write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
@@ -80,6 +77,7 @@ def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
     return storage_of(path).find(path).kind != "missing"
 
 
+@over_ranks_of("module")
 def load_optimizer_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -152,7 +150,7 @@ class OptimizerLoad:
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
         dropped = self.target.dropped(OptimizerSnapshot.of(self.module, self.optimizer))
-        if dropped and dist.get_rank() == 0:
+        if dropped and get_rank() == 0:
             warn_once(dropped)
         self.target.apply(self.module, self.optimizer, table.tensors)
         return report

@@ -35,10 +35,19 @@ from raysharding.checkpoint.writing import (
 )
 from raysharding.config import floating_dtype
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, device_module, from_rank_0, is_accelerator
+from raysharding.distributed.comm import (
+    agree,
+    current_group,
+    device_module,
+    from_rank_0,
+    get_rank,
+    is_accelerator,
+    using_group,
+)
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
+    over_ranks_of,
     parameters_left_alone,
     reshard,
     unwrapped,
@@ -259,6 +268,7 @@ class HostMemory:
         return with_layout(buffer, tensor, requires_grad=False)
 
 
+@over_ranks_of("module")
 def save_checkpoint(
     module: nn.Module,
     path: str | os.PathLike[str],
@@ -372,10 +382,14 @@ class Save:
     begun: float
     """Time of the call, by `time.perf_counter`."""
     group: dist.ProcessGroup | None = None
-    """Process group of all ranks; the default group if `None`."""
+    """Process group of all ranks; the current group if `None`."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
         """Write and commit; collective over `group`. See `save_checkpoint`."""
+        with using_group(self.group or current_group()):
+            return self._run(progress)
+
+    def _run(self, progress: Progress | None) -> SaveReport:
         peak = MemoryPeak(self.device)
         contents, total = self.contents, self.contents.num_bytes
 
@@ -384,17 +398,17 @@ class Save:
             (progress or silent)("save", done, total, "")
 
         try:
-            options = (self.staging, self.device, self.stall_s, on_round, self.group)
+            options = (self.staging, self.device, self.stall_s, on_round)
             names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
             names["token"] = self.destination.token
             written = write_tensors(contents.tensors, *options, **names)
             self._write_state(on_round)
-            from_rank_0(partial(self._finish, written), self.group)
-            from_rank_0(self._commit, self.group)
+            from_rank_0(partial(self._finish, written))
+            from_rank_0(self._commit)
         except BaseException as error:
             self.discard(error)
             raise
-        per_rank = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
+        per_rank = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes})
         return SaveReport(
             path=self.destination.path,
             num_tensors=contents.num_tensors,
@@ -410,9 +424,9 @@ class Save:
         contents, first = self.contents, self.contents.model_bytes
         if contents.outline is None or contents.training is None:
             return
-        options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done), self.group)
+        options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done))
         write_optimizer(contents.state, contents.outline, *options, self.destination.token)
-        from_rank_0(partial(write_training, self.staging, contents.training), self.group)
+        from_rank_0(partial(write_training, self.staging, contents.training))
 
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
@@ -444,13 +458,14 @@ class Save:
 
     def discard(self, error: BaseException) -> None:
         """Remove the written files, on rank 0; a failure to do so becomes a note on `error`."""
-        if dist.get_rank() == 0:
+        if get_rank() == 0:
             try:
                 remove_staging(self.staging, self.destination.token)
             except CheckpointError as left:
                 error.add_note(str(left))
 
 
+@over_ranks_of("module")
 def begin_save(
     module: nn.Module,
     destination: Destination,

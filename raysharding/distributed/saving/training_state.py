@@ -19,13 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.checkpoint.storage import join_path
 from raysharding.checkpoint.writing import make_folder, write_file
 from raysharding.data import Position
-from raysharding.distributed.comm import accelerator_in_use, agree, agreeing, device_module, from_rank_0
+from raysharding.distributed.comm import (
+    accelerator_in_use,
+    agree,
+    agreeing,
+    device_module,
+    from_rank_0,
+    get_rank,
+    get_world_size,
+)
 from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json
 from raysharding.errors import CheckpointError
 
@@ -116,11 +123,11 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     found = from_rank_0(partial(_read, checkpoint))
     if found is None:
         return None
-    states, rank = found["random"], dist.get_rank()
+    states, rank = found["random"], get_rank()
     # Otherwise the other ranks would go on without a rank whose state is damaged.
     with agreeing():
         try:
-            if len(states) == dist.get_world_size():
+            if len(states) == get_world_size():
                 restore_random_state(states[rank])
             elif states:
                 seed_apart(states[0], rank)

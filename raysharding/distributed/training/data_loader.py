@@ -36,7 +36,10 @@ from raysharding.distributed.comm import (
     agree,
     agreeing,
     all_gather_ints,
+    current_group,
     from_rank_0,
+    get_rank,
+    get_world_size,
     metadata_device,
     wait_for,
 )
@@ -151,7 +154,7 @@ class DistributedDataLoader:
         begun = Position(0, 0, 0, *order, plan.run)
         self.position = begun if position is None else _checked(position, begun)
         collate = plan.collate or self._columns
-        self._rank_batch = partial(rank_batch, collate, dist.get_rank(), rows_per_item=plan.rows_per_item)
+        self._rank_batch = partial(rank_batch, collate, get_rank(), rows_per_item=plan.rows_per_item)
         self._num_parts = num_parts
         self._ahead: Prefetch[_Item] | None = None
         # One more batch is held between the steps.
@@ -232,13 +235,13 @@ class DistributedDataLoader:
         Args:
             counts: Number of rows of each rank.
         """
-        where, rank = self.position, dist.get_rank()
+        where, rank = self.position, get_rank()
         if not isinstance(self.source, BlockSource) or not where.shuffle:
             begin = where.step * where.batch_size + sum(counts[:rank])
             return list(range(begin, begin + counts[rank]))
         options = {"seed": where.seed, "epoch": where.epoch, "rows_per_item": where.rows_per_item}
         order = Order(self.source.block_rows, where.batch_size, shuffle=True, **options)
-        return order.shuffled_rows(where.step, rank, dist.get_world_size())
+        return order.shuffled_rows(where.step, rank, get_world_size())
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""
@@ -253,7 +256,7 @@ class DistributedDataLoader:
                 return None
             parts = self._parts_of(item) if isinstance(item, StepBatch) else item
             for part in parts:
-                self._bounds.check(part, dist.get_rank(), "data")
+                self._bounds.check(part, get_rank(), "data")
         except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             return _Taken(None, raised)
         return _Taken(parts)
@@ -297,8 +300,8 @@ class DistributedDataLoader:
         batches = epoch_batches(
             self.source,
             where.batch_size,
-            dist.get_rank(),
-            dist.get_world_size(),
+            get_rank(),
+            get_world_size(),
             shuffle=where.shuffle,
             seed=where.seed,
             epoch=where.epoch,
@@ -370,7 +373,7 @@ class _Vote:
         code = code_of(parts or ())
         said = [parts is not None, code, -code]
         self._lowest = torch.tensor(said, dtype=torch.int64, device=metadata_device())
-        self._work = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, async_op=True)
+        self._work = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, group=current_group(), async_op=True)
 
     def are_alike(self) -> bool | None:
         """Return True if all ranks have a batch of the same arguments, False if these differ, else `None`."""
@@ -387,9 +390,9 @@ def _are_alike(parts: list[RankBatch] | None, error: Exception | None) -> bool |
     have, failed, _ = map(sum, zip(*told, strict=True))
     if failed:
         agree(error)
-    if have not in (0, dist.get_world_size()):
+    if have not in (0, get_world_size()):
         raise DataError(
-            f"the data ended on {dist.get_world_size() - have} ranks while others have rows: an iterable must give the "
+            f"the data ended on {get_world_size() - have} ranks while others have rows: an iterable must give the "
             "same rows, in the same order, on every rank"
         )
     return len({code for *_, code in told}) == 1 if have else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import agreeing, metadata_device, to_host
+from raysharding.distributed.comm import agreeing, current_group, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.losses import LossFunction, call_on_output, known_arguments, loss_of_batch
@@ -93,7 +93,7 @@ class Evaluation:
         """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN without counted items."""
         sums = self._sums.to(metadata_device(), copy=True)
         # Every rank calls this, ranks without rows with zeros: the others would wait in the all-reduce.
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=current_group())
         found = to_host(sums).tolist()
         values = {"loss": self._loss.loss()} if self._plan.with_loss else {}
         for index, name in enumerate(self._plan.metrics):

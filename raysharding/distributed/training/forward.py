@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import any_rank
+from raysharding.distributed.comm import any_rank, using_group
 from raysharding.distributed.fully_shard import (
     check_execution_order,
+    group_of,
     module_mode,
     recovering,
     without_trace,
@@ -56,7 +57,7 @@ class Forwarding:
         """
         reduced: tuple[str, ...] = ()
         local: tuple[str, ...] = ()
-        with recovering(self._module):
+        with using_group(group_of(self._module)), recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
                 value, reduced = self._over_passes(batch)
             if batch.rows:

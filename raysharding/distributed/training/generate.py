@@ -9,12 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, from_rank_0
+from raysharding.distributed.comm import all_gather_ints, from_rank_0, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     forget_execution_order,
     fork_rng_of,
@@ -73,10 +72,10 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         _check_starts(module, kwargs)
         is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
-            kwargs["synced_gpus"] = is_common and dist.get_world_size() > 1
+            kwargs["synced_gpus"] = is_common and get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
             # All ranks start with the same seed, and would draw the same samples.
-            torch.manual_seed(seed + dist.get_rank())
+            torch.manual_seed(seed + get_rank())
             init_roots(module)
             # An encoder is called on its own, before a forward of the root gathers the root's parameters.
             for root in fsdp_modules(module, root_only=True):

@@ -18,11 +18,17 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import agree, all_gather_ints, all_gather_json, broadcast_json, broadcast_tensor
+from raysharding.distributed.comm import (
+    agree,
+    all_gather_ints,
+    all_gather_json,
+    broadcast_json,
+    broadcast_tensor,
+    get_rank,
+)
 from raysharding.distributed.fully_shard import unwrapped
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
@@ -53,7 +59,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         bounds = InputBounds.of(unwrapped(module)).for_loss(loss)
         parts = [part.collated() for part in batch.parts(num_parts)]
         for part in parts:
-            bounds.check(part, dist.get_rank(), what)
+            bounds.check(part, get_rank(), what)
         return parts
 
     return agreed_passes(make)
@@ -120,15 +126,15 @@ def _of_part(part: RankBatch, kinds: Sequence[str]) -> Iterator[RankBatch]:
         rows = tuple(num_rows if own == kind else 0 for own, num_rows in zip(kinds, part.rows, strict=True))
         # All ranks know all kinds: each takes part in the broadcast, or none does.
         copy = part if set(kinds) == {kind} else _copied(part, next(rank for rank, one in enumerate(rows) if one))
-        own = part if kinds[dist.get_rank()] == kind else copy
-        yield replace(own, num_rows=rows[dist.get_rank()], rows=rows)
+        own = part if kinds[get_rank()] == kind else copy
+        yield replace(own, num_rows=rows[get_rank()], rows=rows)
 
 
 def _copied(part: RankBatch, source: int) -> RankBatch:
     """Return the arguments of one rank on every rank, as JSON and tensors, never as pickles; collective."""
     tensors: list[torch.Tensor] = []
     told: Any = None
-    if dist.get_rank() == source:
+    if get_rank() == source:
         try:
             told = [_as_json(args, tensors) for args in (dict(enumerate(part.args)), part.kwargs)]
         except ValueError as error:  # told to all ranks, which would wait in the broadcasts

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.arguments import check_int
@@ -39,7 +38,7 @@ from raysharding.data import (
     schema_from_text,
     unify_schemas,
 )
-from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
+from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     module_mode,
@@ -169,7 +168,7 @@ class Prediction:
         self.num_rows = int(source.block_rows.sum())
         if not self.num_rows:
             raise DataError("data has no rows")
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = get_rank(), get_world_size()
         self._share = -(-plan.batch_size // self._world_size)
         self._files = None if plan.output is None else PartFiles(plan.output)
         self._schema: Any = None

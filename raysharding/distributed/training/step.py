@@ -16,11 +16,10 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch, Split
-from raysharding.distributed.comm import all_gather_ints, to_host
+from raysharding.distributed.comm import all_gather_ints, get_rank, get_world_size, to_host
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     clip_grad_norm_,
@@ -28,6 +27,7 @@ from raysharding.distributed.fully_shard import (
     finish_backward,
     gradient_sync,
     module_mode,
+    over_ranks_of,
     recovering,
     reshard,
     scale_gradients,
@@ -72,7 +72,7 @@ class Accumulation:
             counts = torch.where(first > 0, first, counts)
         # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
         divisor = torch.where(loss.is_sum, 1.0, counts)
-        return torch.where(divisor > 0, dist.get_world_size() / divisor, 0.0)
+        return torch.where(divisor > 0, get_world_size() / divisor, 0.0)
 
     def _check_names(self, loss: BatchLoss) -> None:
         if self.num_passes and loss.names != self._names:
@@ -173,6 +173,7 @@ class Accumulation:
             scale_gradients(module, self.last_scale())
 
 
+@over_ranks_of("module")
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -251,7 +252,7 @@ def _rank_batch(batch: RankBatch | Mapping[str, Any]) -> RankBatch:
             "where images are no rows as Split(examples, collate=...)"
         )
     kwargs = {name: Split(value) if name in rows else value for name, value in batch.items()}
-    return RankBatch(wrapped_kwargs=kwargs, num_rows=found[dist.get_rank()], rows=tuple(found))
+    return RankBatch(wrapped_kwargs=kwargs, num_rows=found[get_rank()], rows=tuple(found))
 
 
 def zero_grad(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -271,6 +272,7 @@ def zero_grad(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     drop_unreduced_gradients(module)
 
 
+@over_ranks_of("module")
 def forward_backward(
     module: nn.Module,
     batch: RankBatch,
@@ -382,6 +384,7 @@ def _counts_of(module: nn.Module, parts: Sequence[RankBatch], loss: LossFunction
     return torch.stack([one.counts for one in found]).sum(0)
 
 
+@over_ranks_of("module")
 def optim_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, done: Accumulation, *, max_grad_norm: float | None = None
 ) -> dict[str, float]:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agreeing, is_accelerator, to_host, wait_for
+from raysharding.distributed.comm import agreeing, current_group, get_rank, is_accelerator, to_host, wait_for
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
     local_tensor,
     message_device,
+    over_ranks_of,
     persistent_names,
     reshard,
     tensor_layout,
@@ -76,7 +77,7 @@ class Gather:
     tensors: Mapping[str, torch.Tensor]
     """FQN → parameter or buffer of the module."""
     destinations: Mapping[int, Sequence[str]]
-    """Global rank → FQNs that it needs, in order."""
+    """Rank → FQNs that it needs, in order."""
     sink: Sink
     """Receives the tensors of this rank; unused on ranks that need none."""
     device: torch.device
@@ -85,8 +86,6 @@ class Gather:
     """Longest wait for one round, in seconds."""
     bucket_bytes: int = GATHER_BUCKET_BYTES
     """Bytes in flight in one round, over all destinations."""
-    group: dist.ProcessGroup | None = None
-    """Process group of all ranks; the default group if `None`."""
     beside: Mapping[int, Set[int]] = field(default_factory=dict)
     """Rank → destinations that it is beside; the same on every rank."""
     in_order: bool = False
@@ -132,11 +131,11 @@ class Gather:
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
         # One rank alone can run out of memory: the others would wait for its messages.
-        with agreeing(self.group):
+        with agreeing():
             buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             pinned = self._pinned_memory()
             flag = torch.zeros(1, device=self.device)
-        connect_ranks(flag, self.group)
+        connect_ranks(flag)
         for index in range(rounds):
             self._transfer(index, buffer, pinned)
             if own is not None and index < len(own.buckets):
@@ -201,7 +200,7 @@ class Gather:
     ) -> list[dist.P2POp]:
         """This rank's part in bringing a bucket to `destination`; pieces to send are appended to `staged`."""
         ops: list[dist.P2POp] = []
-        rank = self._shards.rank
+        rank, group = self._shards.rank, current_group()
         for section in bucket.sections:
             sender = self._sender(section)
             if self._is_beside(sender, destination):
@@ -209,12 +208,12 @@ class Gather:
             if rank == sender:
                 pieces = self._pieces(destination, section)
                 staged += pieces  # must live until the round's wait
-                ops += [dist.P2POp(dist.isend, piece, destination, self.group) for piece in pieces]
+                ops += [dist.P2POp(dist.isend, piece, group=group, group_peer=destination) for piece in pieces]
                 self.wire_bytes += section.num_bytes
             elif rank == destination:
                 memory = buffer[section.offset :]
                 ops += [
-                    dist.P2POp(dist.irecv, memory[offset:][:length], sender, self.group)
+                    dist.P2POp(dist.irecv, memory[offset:][:length], group=group, group_peer=sender)
                     for offset, length, _ in section.messages
                 ]
         return ops
@@ -251,6 +250,7 @@ class Gather:
                 self.sink(planned.layout.fqn, segment.start, values)
 
 
+@over_ranks_of("module")
 def gather_state_dict(
     module: nn.Module,
     keys: Sequence[str] | None = None,
@@ -290,6 +290,7 @@ def gather_state_dict(
         yield {key: full[name] for name in part for key in names_of[name]} if full else {}
 
 
+@over_ranks_of("tensors")
 def gather_tensors(
     tensors: Mapping[str, torch.Tensor],
     ranks: Sequence[int],
@@ -298,12 +299,12 @@ def gather_tensors(
     bucket_bytes: int = GATHER_BUCKET_BYTES,
     timeout_s: float = 120.0,
 ) -> dict[str, torch.Tensor]:
-    """Gather full tensors on some ranks; collective over the default process group.
+    """Gather full tensors on some ranks; collective.
 
     Args:
         tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
             rank.
-        ranks: Global ranks that get the tensors.
+        ranks: Ranks that get the tensors.
         device: Device of the messages, see `message_device`.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.
@@ -312,7 +313,7 @@ def gather_tensors(
         Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard is sent once to each of `ranks`.
     """
     full: dict[str, torch.Tensor] = {}
-    if dist.get_rank() in ranks:
+    if get_rank() in ranks:
         full = full_memory(tensors, on_cpu=True)
     gather_into(full, tensors, ranks, device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return full
@@ -324,6 +325,7 @@ def full_memory(tensors: Mapping[str, torch.Tensor], *, on_cpu: bool) -> dict[st
     return {name: torch.empty(one.shape, dtype=one.dtype, device=devices[name]) for name, one in tensors.items()}
 
 
+@over_ranks_of("tensors")
 def gather_into(
     full: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
@@ -338,7 +340,7 @@ def gather_into(
     Args:
         full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
         tensors: See `gather_tensors`, also for the other arguments.
-        ranks: Global ranks that get the tensors.
+        ranks: Ranks that get the tensors.
         device: Device of the messages.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from raysharding.distributed.comm import agree, all_gather_json, waits_for_ranks
+from raysharding.distributed.comm import agree, all_gather_json, get_rank, get_world_size, waits_for_ranks
 from raysharding.distributed.transfer.buffers import RING_SIZE
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -165,7 +164,7 @@ def share_rings(slot_bytes: int) -> SharedRings:
         The rings. A rank that cannot map a ring is not among its peers; a reader without peers has no ring. Memory:
         each ring once, in shared memory; pages count for each rank that touches them.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = get_rank(), get_world_size()
     descriptor, memory = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else (None, None)
     try:
         # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.

@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.comm import is_accelerator, wait_for
+from raysharding.distributed.comm import current_group, is_accelerator, wait_for
 from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
 from raysharding.distributed.transfer.buffers import RING_SIZE, SlotBytes
@@ -127,7 +127,7 @@ class Routes:
         return any(len(path) > 1 and reader in (None, path[0]) for path in paths)
 
 
-def connect_ranks(flag: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def connect_ranks(flag: torch.Tensor) -> None:
     """Let all ranks take part in one operation, before messages between some of them; collective on accelerators.
 
     NCCL connects the ranks of a group in its first operation, unless the group is bound to a device. If that is a batch
@@ -136,10 +136,9 @@ def connect_ranks(flag: torch.Tensor, group: dist.ProcessGroup | None = None) ->
 
     Args:
         flag: One element on the device of the messages; all ranks have it, or the others would wait for one.
-        group: Process group of all ranks. Default: the default group.
     """
     if is_accelerator(flag.device):
-        dist.all_reduce(flag, group=group)
+        dist.all_reduce(flag, group=current_group())
 
 
 SegmentMemory = Callable[[Segment], torch.Tensor | None]
@@ -271,10 +270,10 @@ class Scatter:
                         piece = direct
                         transfer.in_place.add(segment)
                 if sends_it:
-                    sends.append(dist.P2POp(dist.isend, piece, peer))
+                    sends.append(dist.P2POp(dist.isend, piece, group=current_group(), group_peer=peer))
                     self.wire_bytes += length
                 else:
-                    receives.append(dist.P2POp(dist.irecv, piece, peer))
+                    receives.append(dist.P2POp(dist.irecv, piece, group=current_group(), group_peer=peer))
         # One batch per hop: on NCCL, messages with several peers outside of a batch would wait for each other.
         works: list[dist.Work] = dist.batch_isend_irecv(receives + sends) if receives or sends else []
         if len(works) == len(receives) + len(sends):
@@ -320,7 +319,7 @@ class Broadcast:
         if reader == self.routes.shards.rank:
             self.wire_bytes += whole.numel() * (self.routes.shards.world_size - 1)
         # Every rank calls this for every bucket, after a failed read too: the others would wait in the broadcast.
-        work = dist.broadcast(whole, src=reader, async_op=True)
+        work = dist.broadcast(whole, group=current_group(), group_src=reader, async_op=True)
         transfer.incoming += [work] if work is not None else []
 
     def arrive(self, transfer: BucketTransfer) -> None:

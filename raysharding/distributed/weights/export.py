@@ -18,11 +18,10 @@ from time import monotonic
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.arguments import check_int
-from raysharding.distributed.comm import all_gather_ints, all_gather_json
+from raysharding.distributed.comm import all_gather_ints, all_gather_json, get_rank, get_world_size
 from raysharding.distributed.fully_shard import message_device, reshard, unwrapped
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, saved_tensors, wire_dtype
@@ -121,7 +120,7 @@ class WeightStream:
         thread = get_ident()
         try:
             self._meet(timeout_s=self._timeout_s)
-            if dist.get_rank() in self._gather.destinations:
+            if get_rank() in self._gather.destinations:
                 yield from self._assembly.without_elements()  # no bucket holds them
             for _ in self._gather.rounds():
                 yield from self._complete()
@@ -159,7 +158,7 @@ class WeightStream:
                 error.add_note(f"raysharding: the other ranks were not told: {type(failure).__name__}: {failure}")
         elif error is None and self._state in ("open", "left"):
             self._stop(self._progress)
-            raise ValueError(f"weights(): rank {dist.get_rank()} {self._progress}: every rank iterates to the end")
+            raise ValueError(f"weights(): rank {get_rank()} {self._progress}: every rank iterates to the end")
         elif self._state == "open":
             self._state = "failed"  # an interrupt, which may have struck in a message: nothing more can match
 
@@ -218,7 +217,7 @@ class WeightStream:
 
 
 def _check(ranks: Any, bucket_bytes: Any, dtype: Any) -> None:
-    world_size = dist.get_world_size()
+    world_size = get_world_size()
     given = list(ranks) if isinstance(ranks, Collection) else []
     if not given or any(type(one) is not int or not 0 <= one < world_size for one in given):
         raise ValueError(f"ranks={ranks!r}: give one or more ranks from 0 to {world_size - 1}, such as [0]")

@@ -84,11 +84,6 @@ def start_actors(
         raise
 
 
-def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
-    name = lifetime.actor_name(bundle)
-    return Member(described, actor, info.stacks_descriptor, info.log_paths, name, bundle)
-
-
 def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupSpec) -> Any:
     lifetime, environment = spec.lifetime, dict(spec.placement.runtime_env or {})
     if device_type != "cpu":
@@ -192,7 +187,8 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
         device = "cpu" if device_type == "cpu" else f"{device_type}:{local_rank}"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        members.append(_member(described, actors[index], info, index, lifetime))
+        where = info.stacks_descriptor, info.log_paths, lifetime.actor_name(index), index
+        members.append(Member(described, actors[index], *where))
     on_cpu = device_type == "cpu"
     visible = tuple("" if on_cpu else ",".join(gpus[member.info.node_id]) for member in members)
     return Started(tuple(members), visible)

@@ -147,7 +147,7 @@ def check_full_state_dict(root: Path) -> None:
     assert is_offloaded(offloaded)
     others = dist.new_group([dist.get_world_size() - 1])
     if dist.get_world_size() > 1 and isinstance(others, dist.ProcessGroup):
-        with pytest.raises(ValueError, match="give one of all ranks"):
+        with pytest.raises(ValueError, match="give that of the mesh"):
             fsdp2_load_full_state_dict(others, offloaded, {})
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import collective_counters
+from raysharding.distributed.comm import collective_counters, current_group
 from raysharding.distributed.fully_shard import fsdp_modules
 from raysharding.distributed.training.losses.calls import (
     LossFunction,
@@ -43,7 +43,7 @@ class Recorded:
     with_backward: bool
     """True if a backward follows."""
     has_collectives: bool = False
-    """True if the loss function ran a collective of the default group."""
+    """True if the loss function ran a collective of the default group, or of the module's."""
 
     def outputs(self) -> list[tuple[str, torch.Tensor]]:
         """Return path and value of the model's outputs that have a gradient, without the loss."""
@@ -88,7 +88,8 @@ def run_recorded(
         recorder.in_model = False
         recorder.add_data(_tensors(output) if follows_data else ())
         stack.enter_context(recorder)
-        counters = collective_counters(dist.group.WORLD) if dist.group.WORLD is not None else []
+        groups = {dist.group.WORLD, current_group()} - {None}
+        counters = [counter for group in groups if group is not None for counter in collective_counters(group)]
         before = [counter() for counter in counters]
         result = call_loss(loss, output, args, kwargs)
         return Recorded(recorder, output, result, with_backward, before != [counter() for counter in counters])

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, all_gather_json, to_host
+from raysharding.distributed.comm import (
+    all_gather_ints,
+    all_gather_json,
+    current_group,
+    get_rank,
+    get_world_size,
+    to_host,
+)
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
 from raysharding.distributed.training.losses.calls import LossFunction, is_compiled, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
@@ -295,13 +302,13 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
     shares = torch.where(adds, torch.where(is_total, 1.0, mine), 0.0)
     if batch.is_replicated:  # a sum counts once; that of a mean is divided by as many counts
-        shares = torch.where(is_sum, shares / dist.get_world_size(), shares)
+        shares = torch.where(is_sum, shares / get_world_size(), shares)
     sums = torch.where(adds, values * shares, 0.0)
     fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
-    table = torch.zeros(dist.get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
-    table[dist.get_rank()] = torch.cat([sums, mine, fixed])
+    table = torch.zeros(get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
+    table[get_rank()] = torch.cat([sums, mine, fixed])
     # Every rank calls this, ranks without rows too: the others would wait in the all-reduce. Each fills its own row.
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=current_group())
     if isinstance(recorded.result, torch.Tensor) and terms[0].root is None:
         roots: tuple[torch.Tensor, ...] = (recorded.result,)
     else:

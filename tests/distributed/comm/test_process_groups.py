@@ -1,0 +1,241 @@
+"""Modules on a part of the ranks: FSDP1's `process_group`, an axis of a mesh, groups side by side and overlapping."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from raysharding import Sharding
+from raysharding.distributed import (
+    DistModule,
+    FullyShardedDataParallelPlugin,
+    clip_grad_norm_,
+    fsdp2_load_full_state_dict,
+    fsdp2_prepare_model,
+    full_optim_state_dict,
+    gather_state_dict,
+    init_mesh,
+    load_checkpoint,
+    load_optimizer_state,
+    load_state_dict,
+    merge_fsdp_weights,
+    optim_state_dict,
+    save_checkpoint,
+    shard_module,
+    state_dict_type,
+    summon_full_params,
+    train_step,
+)
+from raysharding.distributed.comm import current_group
+from tests.spawn import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def own_rows(group: dist.ProcessGroup) -> torch.Tensor:
+    return ROWS.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def full(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for part in gather_state_dict(module) for name, value in part.items()}
+
+
+def trained(seed: int, num_steps: int) -> dict[str, torch.Tensor]:
+    """One process on all rows."""
+    module = model(seed)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss(module(ROWS)).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def steps(module: nn.Module, group: dist.ProcessGroup, num_steps: int) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        told = train_step(module, optimizer, {"input": own_rows(group)}, loss=loss)
+        assert set(told) == {"loss", "grad_norm"}
+        assert current_group() is None
+    return optimizer
+
+
+def use_everything(mesh: DeviceMesh, group: dist.ProcessGroup, seed: int, folder: Path) -> None:
+    """Load, train, save, gather and load again, as all ranks do: rank 0 is the group's first."""
+    first = dist.get_rank(group) == 0
+    if first:
+        folder.mkdir()
+        save_file(model(seed).state_dict(), folder / "model.safetensors")
+    dist.barrier(group=group)
+    with torch.device("meta"):
+        module = shard_module(model(0), mesh)
+    report = load_checkpoint(module, folder)
+    assert len(report.shard_bytes) == dist.get_world_size(group)
+    optimizer = steps(module, group, 2)
+    expected = trained(seed, 2)
+    torch.testing.assert_close(full(module), expected if first else {})
+    with summon_full_params(module):
+        torch.testing.assert_close(dict(module.named_parameters()), expected, check_dtype=True)
+    with state_dict_type(module, StateDictType.FULL_STATE_DICT):
+        torch.testing.assert_close(dict(module.state_dict()), expected)
+    state = full_optim_state_dict(module, optimizer, group=group)
+    assert set(state.get("state", ())) == (set(expected) if first else set())
+    assert set(optim_state_dict(module, optimizer, group=group)["state"]) == set(expected)
+    assert clip_grad_norm_(module, None).item() > 0
+    save_checkpoint(module, folder / "saved", optimizer=optimizer)
+    again = shard_module(model(0), mesh)
+    other = torch.optim.AdamW(again.parameters(), lr=0.1)
+    load_checkpoint(again, folder / "saved")
+    load_optimizer_state(again, other, folder / "saved")
+    for one, two in ((module, optimizer), (again, other)):
+        train_step(one, two, {"input": own_rows(group)}, loss=loss)
+    torch.testing.assert_close(full(again), full(module), rtol=0, atol=0)
+    third = DistModule(shard_module(model(0), mesh))
+    third.load_state_dict(load_state_dict(folder / "model.safetensors", group=group))
+    torch.testing.assert_close(full(third.module), model(seed).state_dict() if first else {}, rtol=0, atol=0)
+
+
+def side_by_side(root: Path) -> None:
+    """Two models, on ranks 0 and 1 and on 2 and 3, at the same time; nobody waits for the other half."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = dist.get_rank() // 2
+    mesh = init_mesh("cpu", group=halves[half])
+    for number in range(1 + half):  # one of them takes twice as long
+        use_everything(mesh, halves[half], 1 + half, root / f"{half}-{number}")
+
+
+def axis_of_a_mesh(root: Path) -> None:
+    """Data parallel along one axis of a user's mesh, whose other axis is another parallelism's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["dp"]
+    use_everything(mesh, mesh.get_group(), 3, root / f"axis-{mesh.mesh.tolist()[0]}")
+
+
+def hsdp(root: Path) -> None:
+    """Replicas on ranks 1 to 4 of 5: cut from one group, and from FSDP1's pair of groups; rank 0 has no part."""
+    group = dist.new_group([1, 2, 3, 4])
+    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((1, 2), (3, 4), (1, 3), (2, 4))}
+    rank = dist.get_rank()
+    if rank == 0:
+        return
+    if rank == 4:
+        dist.new_group([4], use_local_synchronization=True)  # torch counts a rank's groups when it names a new one
+    shard, replicate = pairs[(1, 2) if rank < 3 else (3, 4)], pairs[(1, 3) if rank % 2 else (2, 4)]
+    meshes = [init_mesh("cpu", Sharding(replicate_size=2), group), init_mesh("cpu", group=(shard, replicate))]
+    for number, mesh in enumerate(meshes):
+        assert mesh.mesh.tolist() == [[1, 2], [3, 4]]
+        use_everything(mesh, group, 5, root / f"hsdp-{number}")
+    oracle = FullyShardedDataParallel(
+        model(5), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = torch.optim.AdamW(oracle.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(oracle(own_rows(group))).backward()
+        optimizer.step()
+    module = shard_module(model(5), meshes[1])
+    steps(module, group, 2)
+    with FullyShardedDataParallel.summon_full_params(oracle), summon_full_params(module):
+        for (_, ours), theirs in zip(module.named_parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def overlapping(root: Path) -> None:
+    """Rank 1 has a part in a model on ranks 0 and 1, and in another one on ranks 1 and 2."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    for index, group in enumerate(groups):
+        if dist.get_rank(group) >= 0:
+            use_everything(init_mesh("cpu", group=group), group, 7 + index, root / f"both-{index}")
+    modules = [
+        shard_module(model(7 + index), init_mesh("cpu", group=group)) if dist.get_rank(group) >= 0 else None
+        for index, group in enumerate(groups)
+    ]
+    for index, (module, group) in enumerate(zip(modules, groups, strict=True)):
+        if module is not None:
+            steps(module, group, 1)
+            expected = trained(7 + index, 1)
+            torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
+
+
+def outside(root: Path) -> None:
+    """A rank that is not in the group hears it at once; the others' errors name it and the file's rank."""
+    group = dist.new_group([1, 2])
+    mesh = DeviceMesh("cpu", torch.tensor([1, 2]))
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"global rank 0 is not in the process group"):
+            init_mesh("cpu", group=group)
+        with pytest.raises(ValueError, match=r"global rank 0 is not in the mesh of ranks \[1, 2\]"):
+            shard_module(model(0), mesh)
+        return
+    module = shard_module(model(0), mesh)
+    told = "nothing" if dist.get_rank() == 1 else r"on rank 0 \(global rank 1\)"
+    with pytest.raises(ValueError, match=told):
+        load_checkpoint(module, root / "nothing")
+    with pytest.raises(ValueError, match=r"group: has the ranks \[0, 1, 2\], and the model's mesh \[1, 2\]"):
+        full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
+
+
+def accelerates(root: Path) -> None:
+    """accelerate's functions on the accelerator's mesh, and a merge by the group alone."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        device=torch.device("cpu"),
+        torch_device_mesh=init_mesh("cpu", group=group),
+    )
+    module = fsdp2_prepare_model(accelerator, model(9) if dist.get_rank() == 1 else model(0))
+    torch.testing.assert_close(full(module), model(9).state_dict() if dist.get_rank() == 1 else {})
+    fsdp2_load_full_state_dict(group, module, model(8).state_dict() if dist.get_rank() == 1 else {})
+    torch.testing.assert_close(full(module), model(8).state_dict() if dist.get_rank() == 1 else {})
+    with state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        save({"model": module.state_dict()}, checkpoint_id=root / "dcp", process_group=group)
+    merge_fsdp_weights(root / "dcp", root / "merged", process_group=group)
+    torch.testing.assert_close(load_file(root / "merged" / "model.safetensors"), dict(model(8).state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fn"),
+    [(3, accelerates), (4, side_by_side), (4, axis_of_a_mesh), (5, hsdp), (3, overlapping), (3, outside)],
+)
+def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> None:
+    run_ranks(world_size, fn, tmp_path)
+
+
+COLLECTIVES = re.compile(
+    r"\bdist\.(all_reduce|all_gather\w*|broadcast\w*|reduce\w*|scatter\w*|gather\w*|barrier|P2POp|new_group|"
+    r"get_rank|get_world_size|send|recv|isend|irecv)\((?![^\n]*(group|part)\b)"
+)
+
+
+def test_collectives_outside_comm_name_their_group() -> None:
+    """Without one they go to all ranks, and hang where a module is on a part of them."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "raysharding").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "comm" not in path.parts and COLLECTIVES.search(line)
+    ]
+    assert not found, "\n".join(found)
