@@ -124,6 +124,7 @@ class OptimizerLoad:
     """Saved snapshot, with tensors on meta that are sharded like the module's."""
 
     @classmethod
+    @over_ranks_of("module")
     def plan(
         cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
     ) -> OptimizerLoad:
