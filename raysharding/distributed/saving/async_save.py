@@ -164,7 +164,8 @@ class AsyncSaver:
         """Return the gloo group of the writing threads; collective if it must be made."""
         if self._group is None:
             with nobody_connects_later():
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
+                timeout = timedelta(seconds=stall_s)
+                self._group = dist.new_group(backend="gloo", timeout=timeout)  # all ranks: of a `ShardedModelGroup`
         return self._group
 
     @property

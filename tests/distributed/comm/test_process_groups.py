@@ -226,7 +226,7 @@ def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> Non
 
 COLLECTIVES = re.compile(
     r"\bdist\.(all_reduce|all_gather\w*|broadcast\w*|reduce\w*|scatter\w*|gather\w*|barrier|P2POp|new_group|"
-    r"get_rank|get_world_size|send|recv|isend|irecv)\((?![^\n]*(group|part)\b)"
+    r"get_rank|get_world_size|send|recv|isend|irecv)\((?![^\n]*(group|all ranks)\b)"
 )
 
 
