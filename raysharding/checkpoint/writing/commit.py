@@ -274,8 +274,8 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
             _discard(old, path)
     except (OSError, CheckpointError) as error:
         # The save itself succeeded. Network file systems keep files that a reader has opened.
-        what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}: {error}"
-        warnings.warn(what, RuntimeWarning, stacklevel=2)
+        undone = "its folder was not synced" if old is None else f"what is left of the old one is in {old}"
+        warnings.warn(f"{path} is saved, but {undone}: {error}", RuntimeWarning, stacklevel=2)
     finally:
         unlock(path)
 
