@@ -149,7 +149,13 @@ class _GroupDist:
     """`torch.distributed` for the code of tests, whose ranks are those of a group."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        object.__setattr__(self, "_group", group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a test puts in place of a function is in place of it for all code."""
+        import torch.distributed as dist
+
+        setattr(dist, name, getattr(value, "of_all", value))
 
     def __getattr__(self, name: str) -> Any:
         import torch.distributed as dist
@@ -170,6 +176,7 @@ class _GroupDist:
                 bound.arguments["group"] = self._group
             return found(*bound.args, **bound.kwargs)
 
+        call.of_all = found  # type: ignore[attr-defined]
         return call
 
 
@@ -181,8 +188,9 @@ _OF_GROUP = {
 
 
 def _takes_process_group(value: Any) -> bool:
-    is_torchs = inspect.isfunction(value) and value.__module__.startswith("torch.distributed.checkpoint")
-    return is_torchs and "process_group" in inspect.signature(value).parameters
+    owners = ("torch.distributed.checkpoint", "raysharding.distributed.saving")
+    is_one = inspect.isfunction(value) and value.__module__.startswith(owners)
+    return is_one and "process_group" in inspect.signature(value).parameters
 
 
 @functools.cache
@@ -202,21 +210,25 @@ def _make_oracles_of(group: Any) -> None:
 
 def _device_mesh_of(group: Any, device_type: str, shape: Sequence[int], *, mesh_dim_names: Any = None) -> Any:
     """`init_device_mesh` over the ranks of a group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     from raysharding import Sharding
     from raysharding.distributed.comm import init_mesh
 
     mesh = init_mesh(device_type, Sharding(replicate_size=shape[0] if len(shape) == 2 else 1), group)
     assert mesh.mesh.shape == tuple(shape)
-    assert mesh_dim_names in (None, mesh.mesh_dim_names), "tests use this library's names"
-    return mesh
+    if mesh_dim_names in (None, mesh.mesh_dim_names):
+        return mesh
+    groups = mesh.get_all_groups() if mesh.ndim > 1 else group
+    return DeviceMesh.from_group(groups, device_type, mesh.mesh, mesh_dim_names=mesh_dim_names)
 
 
 _group: Any = None
 
 
-def is_part() -> bool:
-    """Whether the ranks of the test are a part of a larger world."""
-    return _group is not None
+def part_of_ranks() -> Any:
+    """The group of the test's ranks, where they are a part of a larger world, else `None`."""
+    return _group
 
 
 def see_group() -> None:
@@ -230,11 +242,17 @@ def see_group() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from raysharding.distributed import comm
+    from raysharding.distributed import comm, load_state_dict
 
     _make_oracles_of(_group)
     own, takes_group = _GroupDist(_group), [comm.init_mesh, comm.agree, comm.agreeing, comm.from_rank_0, comm.any_rank]
-    takes_group += [comm.all_gather_json, comm.all_gather_ints, comm.broadcast_json, comm.metadata_device]
+    takes_group += [
+        load_state_dict,
+        comm.all_gather_json,
+        comm.all_gather_ints,
+        comm.broadcast_json,
+        comm.metadata_device,
+    ]
     for name, module in list(sys.modules.items()):
         is_test = name.startswith("tests.") and module is not sys.modules[__name__]
         for attribute, value in list(vars(module).items()) if name.startswith(("tests.", "raysharding.")) else []:

@@ -5,7 +5,7 @@ import raysharding.distributed.accelerate_compat as accelerate_compat
 import raysharding.distributed.fsdp as fsdp
 import raysharding.distributed.sharding as sharding
 from raysharding.distributed.accelerate_compat import *
-from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.comm import init_mesh, using_group
 from raysharding.distributed.fsdp import *
 from raysharding.distributed.fully_shard import materialize, reduce_replicated_gradients, reshard, shard_module
 from raysharding.distributed.loading import LoadReport, distribute_state_dict, load_checkpoint, load_full_state_dict
@@ -36,6 +36,7 @@ __all__ = [
     "save_checkpoint",
     "shard_module",
     "train_step",
+    "using_group",
 ]
 
 __all__ += accelerate_compat.__all__  # accelerate's FSDP utilities

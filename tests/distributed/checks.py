@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.accelerator.build import load_extension
-from tests.spawn import device_type, is_part, see_group
+from tests.spawn import device_type, part_of_ranks, see_group
 
 
 def outcome_of(check: Callable[[], object]) -> str:
@@ -26,7 +26,10 @@ _OF_ALL = (
     *("check_a_save_in_the_background", "check_no_memory_for_a_copy", "check_full_disk"),
     *("check_against_fsdp1", "check_forms"),  # FSDP1's optimizer state goes through the default group
     "check_local",  # torch.distributed.checkpoint.load sends from global rank 0 of any process_group
-    "check_real_accelerator",  # an Accelerator has all ranks
+    # accelerate's own functions go by all ranks, and an accelerator without a mesh has all
+    *("check_real_accelerator", "check_beside_accelerate", "check_patched_accelerate_on_other_modules", "check_hsdp"),
+    *("check_accelerate_on_other_models", "check_same_sharding", "check_checkpointed", "check_mixed_precision"),
+    "check_settings",
 )
 """Checks that a part of the ranks cannot run."""
 
@@ -43,7 +46,7 @@ def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
     outcomes = {}
     for name in names:
         module, _, function = name.rpartition(".")
-        if is_part() and function in _OF_ALL:
+        if part_of_ranks() is not None and function in _OF_ALL:
             outcomes[name] = ""
             continue
         check = getattr(import_module(f"{__package__}.{module}"), function)

@@ -25,7 +25,13 @@ def current_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def using_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make a group current inside the context; `None`: torch's default group.
+    """Make a process group the current one of this thread inside the context.
+
+    Functions that take a module use the group of its mesh. Where nothing is sharded, as with a plain `DistModule`, they
+    use the current group.
+
+    Args:
+        group: The ranks that make the calls inside; `None` for torch's default group, which has all.
 
     Raises:
         ValueError: This process is not in the group.

@@ -43,7 +43,9 @@ def init_mesh(
     """
     check_device_type(device_type)
     replicate_size = (sharding or Sharding()).replicate_size
-    if isinstance(group, tuple):
+    if isinstance(group, tuple | list):
+        if len(group) != 2 or None in group or group[0] == group[1]:
+            raise ValueError(f"group={group!r}: give one process group, or (shard group, replicate group)")
         return _mesh_of_two(device_type, *group, replicate_size)
     require_member(group)
     world_size = dist.get_world_size(group)

@@ -72,9 +72,12 @@ def gathered(snapshot: OptimizerSnapshot, model: nn.Module, *, rank0_only: bool,
         on_cpu: True for tensors in host memory; False for the device of the shards.
     """
     ranks = (0,) if rank0_only else tuple(range(get_world_size()))
-    full = gather_tensors(snapshot.tensors, ranks, message_device(model))
+    sharded = {key: one for key, one in snapshot.tensors.items() if isinstance(one, DTensor)}
+    full = gather_tensors(sharded, ranks, message_device(model))
     if get_rank() not in ranks:
         return {}
+    # As FSDP1: of parameters that are not averaged, each rank has its own.
+    full |= {key: one.to("cpu", copy=True) for key, one in snapshot.tensors.items() if key not in sharded}
     if not on_cpu:
         full = {key: value.to(local_tensor(snapshot.tensors[key]).device) for key, value in full.items()}
     return snapshot.state_dict(full, on_cpu=on_cpu)

@@ -130,7 +130,8 @@ def optim_state_dict_to_load(
 
 def _sharded(snapshot: OptimizerSnapshot, *, on_cpu: bool) -> dict[str, Any]:
     """Return state by FQN, with its current sharding. Not collective."""
-    tensors = {key: value.cpu() if on_cpu else value for key, value in snapshot.tensors.items()}
+    # A copy on CPUs, too, as FSDP1's: the optimizer's next step must not change it.
+    tensors = {key: value.to("cpu", copy=True) if on_cpu else value for key, value in snapshot.tensors.items()}
     return snapshot.state_dict(tensors, on_cpu=on_cpu)
 
 

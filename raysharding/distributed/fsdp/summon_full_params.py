@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree, broadcast_json, current_group, get_rank, get_world_size
+from raysharding.distributed.comm import agree, broadcast_json, current_group, get_rank, get_world_size, using_group
 from raysharding.distributed.fully_shard import (
     by_mesh,
     fsdp_modules,
+    group_of,
     kept_whole,
     loadable,
     local_tensor,
@@ -45,7 +46,6 @@ from raysharding.models import is_cut
 
 
 @contextmanager
-@over_ranks_of("module")
 def summon_full_params(
     module: nn.Module,
     *,
@@ -97,7 +97,9 @@ def summon_full_params(
         yield
         return
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
-    full_params = _enter(module, recurse, options)
+    group = group_of(module)  # the body runs with the caller's current group
+    with using_group(group):
+        full_params = _enter(module, recurse, options)
     users = fsdp_modules(module) if recurse else [module]
     with refusing_use([user for user in users if isinstance(user, FSDPModule)]):
         full_params.register()
@@ -107,7 +109,8 @@ def summon_full_params(
         finally:
             # Also after an exception, as in FSDP1, and on every rank: the others would wait in the exchange for a rank
             # that left without this call.
-            full_params.leave()
+            with using_group(group):
+                full_params.leave()
 
 
 @over_ranks_of("module")

@@ -28,7 +28,14 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
-from raysharding.distributed.comm import current_group, get_world_size, is_accelerator, metadata_device, to_host
+from raysharding.distributed.comm import (
+    current_group,
+    get_world_size,
+    global_ranks,
+    is_accelerator,
+    metadata_device,
+    to_host,
+)
 from raysharding.distributed.fully_shard.internals import (
     bases_of,
     fsdp_modules,
@@ -262,7 +269,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
         The norm before clipping: 0-dim fp32 tensor, equal on every rank.
 
     Raises:
-        ValueError: On every rank, if `norm_type` is not positive, or `max_norm` negative or NaN.
+        ValueError: On every rank, if `norm_type` is not positive, or `max_norm` negative or NaN, or a parameter is on
+            ranks outside the module's mesh, as with tensor parallelism.
         RuntimeError: On every rank, if `module` is a part of a sharded module, as in FSDP1: its gradients would be
             clipped by another norm.
     """
@@ -322,21 +330,37 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
 
 
 def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
-    """Return this rank's non-empty gradient shards, by the number of ranks that hold a copy."""
+    """Return this rank's non-empty gradient shards, by the number of ranks that hold a copy.
+
+    Raises:
+        ValueError: A parameter is on ranks outside the module's mesh, as with tensor parallelism.
+    """
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
     alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    ranks = set(global_ranks())
     for parameter in module.parameters():
         grad = parameter.grad
         if grad is None:
             continue
-        copies = 1 if id(parameter) in alone else get_world_size()
+        copies = 1 if id(parameter) in alone else len(ranks)
         if isinstance(grad, DTensor):
-            cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
-            copies //= math.prod(map(grad.device_mesh.size, cut))
+            copies = _num_copies(grad, ranks)
             grad = grad.to_local()
         if grad.numel():
             by_copies[copies].append(grad)
     return by_copies
+
+
+def _num_copies(grad: DTensor, ranks: set[int]) -> int:
+    """Return the number of ranks that hold an equal shard; the mesh may be that of a part of the module."""
+    mesh = grad.device_mesh
+    if not ranks.issuperset(own := mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"a gradient is on the ranks {own}, and the module's mesh has {sorted(ranks)}: with tensor parallelism, "
+            "clip by torch.nn.utils.get_total_norm of the parameters of each mesh"
+        )
+    cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
+    return mesh.size() // math.prod(map(mesh.size, cut))
 
 
 def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:

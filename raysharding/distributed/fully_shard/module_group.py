@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def _meshes_of(value: object) -> Iterator[DeviceMesh]:
 
 
 def over_ranks_of(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run with the group of an argument as the current group; a generator at each of its steps.
+    """Make a function run with the group of an argument as the current group.
 
     Args:
         names: Parameters of the function, see `group_of`.
@@ -68,39 +68,12 @@ def over_ranks_of(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
-        def group(args: Any, kwargs: Any) -> dist.ProcessGroup | None:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            return group_of(*(given.get(name) for name in names))
-
-        if not inspect.isgeneratorfunction(function):
-
-            @functools.wraps(function)
-            def call(*args: P.args, **kwargs: P.kwargs) -> R:
-                with using_group(group(args, kwargs)):
-                    return function(*args, **kwargs)
-
-            return call
-
         @functools.wraps(function)
-        def iterate(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return _steps(function(*args, **kwargs), group(args, kwargs))
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            with using_group(group_of(*(given.get(name) for name in names))):
+                return function(*args, **kwargs)
 
-        return cast(Callable[P, R], iterate)
+        return call
 
     return decorate
-
-
-def _steps(items: Any, group: dist.ProcessGroup | None) -> Iterator[Any]:
-    """Yield the items of a generator, which alone runs with the group as the current one."""
-    error: BaseException | None = None
-    while True:
-        with using_group(group):
-            try:
-                item = next(items) if error is None else items.throw(error)
-            except StopIteration:
-                return
-        try:
-            yield item
-            error = None
-        except BaseException as raised:  # noqa: BLE001 - the generator decides, as for the caller's own `yield`
-            error = raised

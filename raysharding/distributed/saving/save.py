@@ -381,12 +381,12 @@ class Save:
     """Longest wait for one round of messages, in seconds."""
     begun: float
     """Time of the call, by `time.perf_counter`."""
-    group: dist.ProcessGroup | None = None
-    """Process group of all ranks; the current group if `None`."""
+    group: dist.ProcessGroup | None = field(default_factory=current_group)
+    """Process group of the ranks; `None` for the default group."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
         """Write and commit; collective over `group`. See `save_checkpoint`."""
-        with using_group(self.group or current_group()):
+        with using_group(self.group):
             return self._run(progress)
 
     def _run(self, progress: Progress | None) -> SaveReport:

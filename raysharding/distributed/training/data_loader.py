@@ -154,7 +154,8 @@ class DistributedDataLoader:
         begun = Position(0, 0, 0, *order, plan.run)
         self.position = begun if position is None else _checked(position, begun)
         collate = plan.collate or self._columns
-        self._rank_batch = partial(rank_batch, collate, get_rank(), rows_per_item=plan.rows_per_item)
+        self._rank, self._world_size = get_rank(), get_world_size()  # the reader thread has no current group
+        self._rank_batch = partial(rank_batch, collate, self._rank, rows_per_item=plan.rows_per_item)
         self._num_parts = num_parts
         self._ahead: Prefetch[_Item] | None = None
         # One more batch is held between the steps.
@@ -235,13 +236,13 @@ class DistributedDataLoader:
         Args:
             counts: Number of rows of each rank.
         """
-        where, rank = self.position, get_rank()
+        where, rank = self.position, self._rank
         if not isinstance(self.source, BlockSource) or not where.shuffle:
             begin = where.step * where.batch_size + sum(counts[:rank])
             return list(range(begin, begin + counts[rank]))
         options = {"seed": where.seed, "epoch": where.epoch, "rows_per_item": where.rows_per_item}
         order = Order(self.source.block_rows, where.batch_size, shuffle=True, **options)
-        return order.shuffled_rows(where.step, rank, get_world_size())
+        return order.shuffled_rows(where.step, rank, self._world_size)
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""
@@ -256,7 +257,7 @@ class DistributedDataLoader:
                 return None
             parts = self._parts_of(item) if isinstance(item, StepBatch) else item
             for part in parts:
-                self._bounds.check(part, get_rank(), "data")
+                self._bounds.check(part, self._rank, "data")
         except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             return _Taken(None, raised)
         return _Taken(parts)
@@ -300,8 +301,8 @@ class DistributedDataLoader:
         batches = epoch_batches(
             self.source,
             where.batch_size,
-            get_rank(),
-            get_world_size(),
+            self._rank,
+            self._world_size,
             shuffle=where.shuffle,
             seed=where.seed,
             epoch=where.epoch,

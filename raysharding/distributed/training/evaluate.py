@@ -12,7 +12,7 @@ from torch import nn
 
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agreeing, current_group, metadata_device, to_host
-from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
+from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.losses import LossFunction, call_on_output, known_arguments, loss_of_batch
 from raysharding.distributed.training.step import Accumulation
@@ -41,6 +41,7 @@ class EvaluationPlan:
 class Evaluation:
     """An evaluation. Every rank makes one with the same plan, and takes the same steps."""
 
+    @over_ranks_of("module")
     def __init__(
         self,
         plan: EvaluationPlan,
@@ -50,6 +51,7 @@ class Evaluation:
     ) -> None:
         """Open the data, and free parameters that are gathered; collective. See `DistributedDataLoader` and `Fit`."""
         self._plan = plan
+        self._group = current_group()
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
         known = None
         if module is not None:
@@ -60,6 +62,7 @@ class Evaluation:
         # Sum and count of each metric, then rows: summed on each rank, and over the ranks by `values`.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
 
+    @over_ranks_of("module")
     def step(self, module: nn.Module) -> bool:
         """Process one batch; collective.
 
@@ -93,7 +96,7 @@ class Evaluation:
         """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN without counted items."""
         sums = self._sums.to(metadata_device(), copy=True)
         # Every rank calls this, ranks without rows with zeros: the others would wait in the all-reduce.
-        dist.all_reduce(sums, group=current_group())
+        dist.all_reduce(sums, group=self._group)
         found = to_host(sums).tolist()
         values = {"loss": self._loss.loss()} if self._plan.with_loss else {}
         for index, name in enumerate(self._plan.metrics):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, from_rank_0, get_rank, get_world_size
+from raysharding.distributed.comm import all_gather_ints, any_rank, current_group, from_rank_0, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     forget_execution_order,
     fork_rng_of,
@@ -21,6 +21,7 @@ from raysharding.distributed.fully_shard import (
     init_roots,
     kept_gathered,
     module_mode,
+    over_ranks_of,
     recovering,
     reshard,
     unwrapped,
@@ -36,6 +37,7 @@ _REFUSED = {
 }
 
 
+@over_ranks_of("module")
 def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
     """Generate token ids for this rank's part of a batch; collective.
 
@@ -80,7 +82,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             # An encoder is called on its own, before a forward of the root gathers the root's parameters.
             for root in fsdp_modules(module, root_only=True):
                 root.unshard()
-            with nullcontext() if is_common else kept_gathered(module):
+            with _until_all_end(module) if is_common else kept_gathered(module):
                 ids = run(*batch.args, **kwargs)
         if not is_common:
             forget_execution_order(module)  # ranks have gathered nothing in these forwards, whose numbers may differ
@@ -91,6 +93,17 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
     num_rows = len(ids) if batch.num_held is None else batch.num_held
     several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
     return RankOutput(several.cpu() if keep else None)
+
+
+@contextmanager
+def _until_all_end(module: nn.Module) -> Iterator[None]:
+    """Let transformers' loop run until the ranks of the current group end; it asks those of the default group."""
+    if current_group() is not None:
+        module.__dict__["_has_unfinished_sequences"] = lambda is_done, *_, **__: any_rank(not is_done)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("_has_unfinished_sequences", None)
 
 
 def check_generation(kwargs: dict[str, Any]) -> None:

@@ -10,10 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agreeing, current_group, get_rank, is_accelerator, to_host, wait_for
+from raysharding.distributed.comm import (
+    agreeing,
+    current_group,
+    get_rank,
+    is_accelerator,
+    to_host,
+    using_group,
+    wait_for,
+)
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
+    group_of,
     local_tensor,
     message_device,
     over_ranks_of,
@@ -250,7 +259,6 @@ class Gather:
                 self.sink(planned.layout.fqn, segment.start, values)
 
 
-@over_ranks_of("module")
 def gather_state_dict(
     module: nn.Module,
     keys: Sequence[str] | None = None,
@@ -283,10 +291,11 @@ def gather_state_dict(
     names_of: dict[str, list[str]] = {}
     for key in wanted:
         names_of.setdefault(aliases.get(key, key), []).append(key)
-    device = message_device(module)
+    device, group = message_device(module), group_of(module)
     for part in split_by_bytes(names_of, lambda name: tensors[name].numel() * tensors[name].itemsize, bucket_bytes):
         wanted_now = {name: tensors[name] for name in part}
-        full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        with using_group(group):
+            full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         yield {key: full[name] for name in part for key in names_of[name]} if full else {}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from raysharding.distributed.comm import get_world_size
 from raysharding.distributed.fully_shard import message_device
 from raysharding.distributed.transfer import gather_tensors, saved_tensors
 from raysharding.models import AdapterMerge, adapter_merges
@@ -32,7 +33,7 @@ class MergedShards:
         tensors = saved_tensors(module)
         factors = {fqn: tensors[fqn] for merge in self._merges.values() for fqn in merge.factors}
         # Every rank of the group calls this at the same point, also one that sends nothing.
-        every = range(torch.distributed.get_world_size())
+        every = range(get_world_size())
         self._factors = gather_tensors(factors, every, message_device(module), timeout_s=timeout_s)
 
     def read(self, fqn: str, local: torch.Tensor, first: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ from tests.distributed.accelerate_compat.accelerate_checks import full
 from tests.distributed.fully_shard.sharding_checks import on_meta, require_equal
 from tests.distributed.loading.load_checks import full_state
 from tests.distributed.models import Odd, filled, saved
-from tests.spawn import device_type
+from tests.spawn import device_type, part_of_ranks
 
 
 @contextmanager
@@ -128,7 +128,8 @@ def check_full_state_dict(root: Path) -> None:
     without_second_names = {name: tensor for name, tensor in state.items() if name not in ("embed.weight", "twin")}
     doubles = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     accelerator = accelerator_with(None)
-    for given, owner in ((state, None), (without_second_names, dist.group.WORLD), (doubles, accelerator)):
+    group = part_of_ranks() or dist.group.WORLD
+    for given, owner in ((state, None), (without_second_names, group), (doubles, accelerator)):
         model = odd_on_meta()
         for _ in range(2):
             assert id(fsdp2_load_full_state_dict(owner, model, on_rank_0(given))) == id(model)
@@ -145,8 +146,8 @@ def check_full_state_dict(root: Path) -> None:
     offloaded = odd_on_meta()
     fsdp2_load_full_state_dict(None, offloaded, on_rank_0(state), cpu_offload=True)
     assert is_offloaded(offloaded)
-    others = dist.new_group([dist.get_world_size() - 1])
-    if dist.get_world_size() > 1 and isinstance(others, dist.ProcessGroup):
+    if dist.get_rank() == 1:
+        others = dist.new_group(dist.get_process_group_ranks(group)[1:2], use_local_synchronization=True)
         with pytest.raises(ValueError, match="give that of the mesh"):
             fsdp2_load_full_state_dict(others, offloaded, {})
 

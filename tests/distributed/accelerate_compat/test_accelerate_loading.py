@@ -31,6 +31,7 @@ def test_on_ranks(world_size: int, tmp_path: Path) -> None:
             assert outcome == "", f"{name} on rank {rank}"
 
 
+@pytest.mark.all_ranks
 @pytest.mark.timeout(60)
 def test_where_accelerate_is_wrong_or_waits(tmp_path: Path) -> None:
     """Values of another dtype than the model's, and a key that is missing on rank 0."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raysharding.distributed import using_group
 from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.layout import (
     TensorLayout,
@@ -26,7 +27,7 @@ from raysharding.distributed.fully_shard.layout import (
 from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
 from tests.distributed.fully_shard.sharding_models import meshes, sharded
 from tests.distributed.models import Odd
-from tests.spawn import run_ranks
+from tests.spawn import part_of_ranks, run_ranks
 
 
 def odd_tree() -> nn.Module:
@@ -155,7 +156,8 @@ def pairs() -> list[bool]:
             module = nn.Module()
             module.weight = nn.Parameter(value)
             module.register_buffer("scratch", torch.rand(3), persistent=False)
-            prints += [weights_fingerprint(module), weights_fingerprint(copy.deepcopy(module))]
+            with using_group(part_of_ranks()):
+                prints += [weights_fingerprint(module), weights_fingerprint(copy.deepcopy(module))]
         found.append(prints[0] == prints[1] != prints[2] == prints[3])
     return found
 

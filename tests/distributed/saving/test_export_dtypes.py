@@ -21,7 +21,7 @@ from tests.grid import world_sizes
 from tests.models.tiny import tiny_models
 from tests.spawn import device_type, run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.all_ranks, pytest.mark.timeout(120)]
 
 
 def held(path: Path) -> dict[str, torch.Tensor]:

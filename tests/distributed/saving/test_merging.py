@@ -29,7 +29,7 @@ from tests.checkpoint.torch_formats.dcp_files import assert_same_bits, cut, read
 from tests.distributed.saving import merge_checks
 from tests.spawn import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.all_ranks, pytest.mark.timeout(120)]
 ROOT = Path(__file__).resolve().parents[3]
 STATE = {"model": {"a.weight": torch.randn(40, 7).bfloat16(), "a.steps": torch.tensor(3)}}
 

@@ -25,6 +25,7 @@ KINDS = (
 HALF = ("MusicFlamingoForConditionalGeneration", "Step3p7ForConditionalGeneration")
 
 
+@pytest.mark.all_ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("names", "dtype"), [(KINDS, "float32"), (HALF, "bfloat16")], ids=["float32", "bfloat16"])
 def test_a_class_of_each_kind(names: tuple[str, ...], dtype: str, tmp_path: Path) -> None:

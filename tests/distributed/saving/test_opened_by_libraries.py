@@ -20,7 +20,7 @@ from raysharding.models import build_module
 from tests.checkpoint.build import save, sidecar_files
 from tests.spawn import device_type, run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.all_ranks, pytest.mark.timeout(180)]
 TEXTS = ["a sentence", "and one more"]
 
 

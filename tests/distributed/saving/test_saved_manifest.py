@@ -18,6 +18,8 @@ from raysharding.distributed.saving import file_writers as file_writing
 from tests.distributed.models import filled
 from tests.spawn import device_type, run_ranks
 
+pytestmark = pytest.mark.all_ranks  # the ranks make new process groups
+
 NAME = "raysharding.manifest.json"
 
 

@@ -142,6 +142,7 @@ def run_all() -> None:
     look()
 
 
+@pytest.mark.all_ranks
 @pytest.mark.timeout(120)
 def test_a_batch_without_labels_is_skipped_by_all_ranks_alike() -> None:
     pytest.importorskip("transformers")

@@ -39,6 +39,8 @@ from raysharding.outputs import gather_outputs
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
+pytestmark = pytest.mark.all_ranks
+
 CPU = torch.device("cpu")
 IMAGES = (2, 1, 1, 0)
 """Images of each row."""

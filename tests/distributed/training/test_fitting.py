@@ -34,6 +34,8 @@ from tests.distributed.training.training_cases import CASES, Case
 from tests.grid import DEVICES
 from tests.spawn import device_type, run_ranks
 
+pytestmark = pytest.mark.all_ranks
+
 CPU = torch.device("cpu")
 NUM_STEPS = 100
 NUM_ROWS = 230

@@ -31,6 +31,8 @@ from tests.distributed.training.training_cases import VOCAB, _bert_config, segfo
 from tests.grid import world_sizes
 from tests.spawn import device_type, run_ranks
 
+pytestmark = pytest.mark.all_ranks  # most of its modules are not sharded, and have no mesh
+
 TOLERANCE = 1e-6
 Loss = Callable[..., Any]
 

@@ -50,6 +50,8 @@ from tests.distributed.training.loss_forms import (
 from tests.distributed.training.test_training import full
 from tests.spawn import device_type, run_ranks
 
+pytestmark = pytest.mark.all_ranks  # most of its modules are not sharded, and have no mesh
+
 TOLERANCE = 1e-6
 """Of a loss, a norm and a parameter; relative where they are above 1."""
 LR = 0.01

@@ -15,6 +15,8 @@ from tests.distributed.training.model_losses import compare, examine_all, prepar
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
+pytestmark = pytest.mark.all_ranks  # most of its modules are not sharded, and have no mesh
+
 pytest.importorskip("transformers")
 
 READ = ("read", "cross_entropy")

@@ -29,6 +29,8 @@ from raysharding.distributed.training.predict_columns import last_logits
 from raysharding.models import InputBounds
 from tests.spawn import RanksFailedError, run_ranks
 
+pytestmark = pytest.mark.all_ranks
+
 NUM_ROWS = 53
 VOCAB = 40
 
