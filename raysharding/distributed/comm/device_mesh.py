@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -23,7 +24,7 @@ REPLICATE_AXIS = "replicate"
 def init_mesh(
     device_type: str,
     sharding: Sharding | None = None,
-    group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
 ) -> DeviceMesh:
     """Make the device mesh over all ranks of a process group; collective over them.
 
@@ -43,10 +44,8 @@ def init_mesh(
     """
     check_device_type(device_type)
     replicate_size = (sharding or Sharding()).replicate_size
-    if isinstance(group, tuple | list):
-        if len(group) != 2 or None in group or group[0] == group[1]:
-            raise ValueError(f"group={group!r}: give one process group, or (shard group, replicate group)")
-        return _mesh_of_two(device_type, *group, replicate_size)
+    if isinstance(group, Sequence):
+        return _mesh_of_two(device_type, group, replicate_size)
     require_member(group)
     world_size = dist.get_world_size(group)
     if world_size % replicate_size:
@@ -70,11 +69,12 @@ def init_mesh(
     return mesh
 
 
-def _mesh_of_two(
-    device_type: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup, replicate_size: int
-) -> DeviceMesh:
+def _mesh_of_two(device_type: str, pair: Sequence[dist.ProcessGroup], replicate_size: int) -> DeviceMesh:
     """Make the mesh of FSDP1's pair of groups; collective over both."""
-    for one in (shard, replicate):
+    if len(pair) != 2 or None in pair or pair[0] == pair[1]:
+        raise ValueError(f"group={pair!r}: give one process group, or (shard group, replicate group)")
+    shard, replicate = pair
+    for one in pair:
         require_member(one)
     if replicate_size not in (1, dist.get_world_size(replicate)):
         found = dist.get_world_size(replicate)
