@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agreeing, get_rank, global_ranks
+from raysharding.distributed.comm import agreeing, get_rank, require_group
 from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, over_ranks_of, reshard
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import saved_tensors, tied_names
@@ -50,7 +50,8 @@ def fsdp2_load_full_state_dict(
             is there again. Keys that the model has no place for are a UserWarning on rank 0 (accelerate says nothing).
         ValueError: On every rank: a process group of other ranks than the mesh.
     """
-    _require_ranks_of(accelerator)
+    if isinstance(accelerator, dist.ProcessGroup):
+        require_group(accelerator)
     if cpu_offload:
         mark_offloaded(model)
     # A rank that raised alone would leave the others in the load.
@@ -85,15 +86,6 @@ def fill(
             on_error.callback(materialize(model, message_device(model), only=wanted))
         distribute_state_dict(values, collect(model), timeout_s=timeout_s)
         on_error.pop_all()
-
-
-def _require_ranks_of(accelerator: Any) -> None:
-    """Check that a process group has the ranks of the model, whose group is the current one."""
-    if isinstance(accelerator, dist.ProcessGroup) and global_ranks(accelerator) != global_ranks():
-        raise ValueError(
-            f"the process group holds ranks {global_ranks(accelerator)}, and the model's mesh {global_ranks()}: give "
-            "that of the mesh, or None"
-        )
 
 
 class _Renamed(Mapping[str, torch.Tensor]):

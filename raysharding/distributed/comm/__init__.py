@@ -14,7 +14,7 @@ from raysharding.distributed.comm.current_group import (
     get_world_size,
     global_ranks,
     rank_name,
-    require_member,
+    require_group,
     using_group,
 )
 from raysharding.distributed.comm.device import (

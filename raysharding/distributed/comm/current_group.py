@@ -53,6 +53,15 @@ def require_member(group: dist.ProcessGroup | None) -> None:
         )
 
 
+def require_group(group: dist.ProcessGroup | None) -> None:
+    """Raise a ValueError if a process group, where one is given, has other ranks than the current one."""
+    if group is not None and global_ranks(group) != global_ranks():
+        raise ValueError(
+            f"the process group has the ranks {global_ranks(group)}, and the model's mesh {global_ranks()}: give that "
+            "of the mesh, or None"
+        )
+
+
 def get_rank() -> int:
     """Return the number of this process in the current group."""
     return dist.get_rank(current_group())

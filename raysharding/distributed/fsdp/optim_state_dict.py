@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree, from_rank_0, get_rank, get_world_size, global_ranks
+from raysharding.distributed.comm import agree, from_rank_0, get_rank, get_world_size, require_group
 from raysharding.distributed.fully_shard import cut, local_tensor, message_device, over_ranks_of
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.optim import OptimizerSnapshot, agreed_snapshot, parameter_names, split_state, state_like
@@ -294,15 +294,3 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
         return value.clone()
     assert isinstance(parameter, DTensor), "state is cut where its parameter is"
     return cut(value, parameter)
-
-
-def require_group(group: dist.ProcessGroup | None) -> None:
-    """Check that a process group has the ranks of the module, whose group is the current one.
-
-    Raises:
-        ValueError: It has others.
-    """
-    if group is not None and global_ranks(group) != global_ranks():
-        raise ValueError(
-            f"group: has the ranks {global_ranks(group)}, and the model's mesh {global_ranks()}: leave it out"
-        )

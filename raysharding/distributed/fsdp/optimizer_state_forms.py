@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agreeing
+from raysharding.distributed.comm import agreeing, require_group
 from raysharding.distributed.fsdp.optim_state_dict import (
     gathered,
     rekey_optim_state_dict,
-    require_group,
     scatter_full_optim_state_dict,
     shard_full_optim_state_dict,
 )

@@ -191,7 +191,7 @@ def outside(root: Path) -> None:
     told = "nothing" if dist.get_rank() == 1 else r"on rank 0 \(global rank 1\)"
     with pytest.raises(ValueError, match=told):
         load_checkpoint(module, root / "nothing")
-    with pytest.raises(ValueError, match=r"group: has the ranks \[0, 1, 2\], and the model's mesh \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"the process group has the ranks \[0, 1, 2\], and the model's mesh \[1, 2\]"):
         full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
 
 
