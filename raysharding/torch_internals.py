@@ -4,9 +4,12 @@ Seen in torch 2.13. torch has no public name for any of them, so there is no fal
 fails at import, here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -51,3 +54,15 @@ def shape_of(node: Any, output: int) -> tuple[int, ...]:
 def num_process_groups() -> int:
     """Return the number of process groups that this process is in."""
     return len(_world.pg_names)
+
+
+@contextmanager
+def no_bound_device() -> Iterator[None]:
+    """Make groups that connect by themselves: NCCL would split the default group, in a call of all its ranks."""
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, FileStateDict
-from raysharding.distributed.comm import current_group, get_rank
+from raysharding.distributed.comm import current_group, get_rank, rank_name, require_member
 from raysharding.distributed.fully_shard import inner_tensor, meta_like, over_ranks_of
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 from raysharding.torch_internals import IncompatibleKeys
@@ -174,6 +174,7 @@ def load_state_dict(
         CheckpointError: On rank 0 only: the file is unreadable or unsafe.
         ValueError: On rank 0 only: `device_map` names an unknown device.
     """
+    require_member(group)
     if dist.is_initialized() and dist.get_rank(group or current_group()) != 0:
         return {}
     return read_state_dict(checkpoint_file, device_map)
@@ -221,7 +222,7 @@ def broadcast_and_shard_state_dict(
         PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype.
     """
     if get_rank() != 0:
-        raise ValueError(f"rank {get_rank()} has no full state dict: call shard_broadcasted_state_dict")
+        raise ValueError(f"rank {rank_name(get_rank())} has no full state dict: call shard_broadcasted_state_dict")
     _distribute(state_dict, meta_sharded_state_dict, sharded_state_dict, timeout_s)
 
 

@@ -30,7 +30,7 @@ _TRAINING = ("train_step", "optim_step", "fit_step", "copy_from")
 
 _NO_GROUP = (
     "{name} has destroyed a process group of the ranks, without which they cannot communicate. "
-    "Make groups of your own with torch.distributed.new_group(), and destroy only those"
+    "Make groups of your own with torch.distributed.new_group, and destroy only those"
 )
 
 _NOT_GATHERED = (

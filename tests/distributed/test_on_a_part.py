@@ -12,7 +12,7 @@ import pytest
 from tests.spawn import OUTSIDERS
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("fsdp", "loading", "fully_shard", "saving", "accelerate_compat", "training")
+ROOMS = ("fsdp", "loading", "fully_shard", "saving", "optim", "transfer", "accelerate_compat", "training")
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from raysharding.config import Sharding
 from raysharding.distributed.accelerate_compat.load import fill
 from raysharding.distributed.accelerate_compat.sharding import sharding_of
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
-from raysharding.distributed.comm import get_rank, init_mesh, mesh_group, using_group
+from raysharding.distributed.comm import current_group, get_rank, init_mesh, mesh_group, using_group
 from raysharding.distributed.fully_shard import meta_like, module_tensors, shard_groups, tensor_slots, unwrapped
 from raysharding.errors import PlanError
 from raysharding.models import input_and_output, wrap_groups
@@ -57,20 +57,20 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(root)
     _refuse_4_bit(root)
-    _raise_precision(accelerator, root)
     mesh = _mesh_of(accelerator)
-    sharding = replace(
-        sharding_of(plugin, root, world_size=None if mesh is None else mesh.size()),
-        activation_checkpointing=False,
-        activation_checkpointing_offload=False,
-        sync_module_states=False,
-    )
-    groups, unfreed = _groups(plugin, root, sharding)
-    mesh = mesh or init_mesh(accelerator.device.type, sharding)
-    if not plugin.cpu_ram_efficient_loading:
-        shard_groups(root, mesh, sharding, groups, unfreed)
-        return model
-    with using_group(mesh_group(mesh)):
+    with using_group(current_group() if mesh is None else mesh_group(mesh)):
+        _raise_precision(accelerator, root)
+        sharding = replace(
+            sharding_of(plugin, root),
+            activation_checkpointing=False,
+            activation_checkpointing_offload=False,
+            sync_module_states=False,
+        )
+        groups, unfreed = _groups(plugin, root, sharding)
+        mesh = mesh or init_mesh(accelerator.device.type, sharding)
+        if not plugin.cpu_ram_efficient_loading:
+            shard_groups(root, mesh, sharding, groups, unfreed)
+            return model
         values = _put_on_meta(root)
         shard_groups(root, mesh, replace(sharding, param_init_fn=None), groups, unfreed)
         fill(root, module_tensors, values)

@@ -15,6 +15,7 @@ from raysharding.distributed.comm.current_group import (
     global_ranks,
     rank_name,
     require_group,
+    require_member,
     using_group,
 )
 from raysharding.distributed.comm.device import (

@@ -12,13 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.config import Sharding
 from raysharding.distributed.comm.abort import nobody_connects_later
-from raysharding.distributed.comm.current_group import global_ranks, require_member
+from raysharding.distributed.comm.current_group import current_group, global_ranks, require_member
 from raysharding.distributed.comm.device import check_device_type
 from raysharding.distributed.comm.json_collectives import all_gather_ints, all_gather_json
-from raysharding.torch_internals import num_process_groups
+from raysharding.torch_internals import no_bound_device, num_process_groups
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
+_AXES = (REPLICATE_AXIS, SHARD_AXIS)
 
 
 def init_mesh(
@@ -32,7 +33,7 @@ def init_mesh(
         device_type: `"cpu"`, `"cuda"`, or another type for which torch has a backend of collectives.
         sharding: Its `replicate_size` is the number of replicas. Default: one.
         group: FSDP1's `process_group`: the ranks, which may be a part of all; or for HSDP this rank's (shard group,
-            replicate group), which make the two axes. Default: the default process group.
+            replicate group), which make the two axes. Default: the current group, see `using_group`.
 
     Returns:
         A mesh with the axis `shard`, or the axes (`replicate`, `shard`). Consecutive ranks form a replica, so that the
@@ -46,6 +47,7 @@ def init_mesh(
     replicate_size = (sharding or Sharding()).replicate_size
     if isinstance(group, Sequence):
         return _mesh_of_two(device_type, group, replicate_size)
+    group = group or current_group()
     require_member(group)
     world_size = dist.get_world_size(group)
     if world_size % replicate_size:
@@ -53,36 +55,34 @@ def init_mesh(
             f"replicate_size={replicate_size} does not divide world_size={world_size}: give a divisor of the world size"
         )
     shape = (replicate_size, world_size // replicate_size)
-    names = (REPLICATE_AXIS, SHARD_AXIS)
     if group is None:
         if replicate_size == 1:
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
         with nobody_connects_later() if device_type == "cpu" else nullcontext():
-            return init_device_mesh(device_type, shape, mesh_dim_names=names)
+            return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
     if replicate_size == 1:
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD_AXIS,))
     ranks = torch.tensor(global_ranks(group)).view(shape)
     row, column = divmod(dist.get_rank(group), shape[1])
     groups = [_new_group(device_type, own.tolist(), group) for own in (ranks[:, column], ranks[row])]
-    mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-    _groups[mesh] = None if len(ranks.flatten()) == dist.get_world_size() else group
+    mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=_AXES)
+    _groups[mesh] = group
     return mesh
 
 
 def _mesh_of_two(device_type: str, pair: Sequence[dist.ProcessGroup], replicate_size: int) -> DeviceMesh:
     """Make the mesh of FSDP1's pair of groups; collective over both."""
+    for one in pair:
+        require_member(one)
     if len(pair) != 2 or None in pair or pair[0] == pair[1]:
         raise ValueError(f"group={pair!r}: give one process group, or (shard group, replicate group)")
     shard, replicate = pair
-    for one in pair:
-        require_member(one)
     if replicate_size not in (1, dist.get_world_size(replicate)):
         found = dist.get_world_size(replicate)
         raise ValueError(f"replicate_size={replicate_size}, but the replicate group has {found} ranks: leave it out")
     # A rank knows its own row and column; the other rows are those of its column's ranks.
     rows = all_gather_json(global_ranks(shard), replicate)
-    names = (REPLICATE_AXIS, SHARD_AXIS)
-    return DeviceMesh.from_group([replicate, shard], device_type, rows, mesh_dim_names=names)
+    return DeviceMesh.from_group([replicate, shard], device_type, rows, mesh_dim_names=_AXES)
 
 
 def _new_group(device_type: str, ranks: list[int], *within: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -100,8 +100,9 @@ def _new_group(device_type: str, ranks: list[int], *within: dist.ProcessGroup) -
         most = max(found for (found,) in all_gather_ints([most], one))
     while num_process_groups() < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with nobody_connects_later() if device_type == "cpu" else nullcontext():
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    backend = dist.get_backend_config(within[0])
+    with no_bound_device(), nobody_connects_later() if device_type == "cpu" else nullcontext():
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return group
 
 
@@ -115,10 +116,13 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     Collective over the mesh the first time, where it has several axes and lacks ranks of the default group.
 
     Raises:
-        ValueError: This process is not in the mesh.
+        ValueError: This process is not in the mesh; or, on every rank, the ranks do not ascend along each axis.
     """
     if mesh not in _groups:
         ranks = sorted(mesh.mesh.flatten().tolist())
+        # torch sorts the ranks of a new group, and FSDP2 shards by numbers of the group, not places in the mesh.
+        if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+            raise ValueError(f"the ranks of a mesh must ascend along each axis, not {mesh.mesh.tolist()}")
         if mesh.get_coordinate() is None:
             raise ValueError(
                 f"global rank {dist.get_rank()} is not in the mesh of ranks {ranks}: make this call on those alone"

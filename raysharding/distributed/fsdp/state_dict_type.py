@@ -192,7 +192,6 @@ class _Form:
 
     # --- state_dict -------------------------------------------------------------------------------------------------
 
-    @over_ranks_of("module")
     def state_dict(self, module: nn.Module, hidden: _Hidden, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return `module.state_dict` in this form; collective in the full form."""
         call = hidden or partial(type(module).state_dict, module)
@@ -224,6 +223,7 @@ class _Form:
                 if key.startswith(prefix) and isinstance(value, torch.Tensor):
                     state_dict[key] = value.cpu()
 
+    @over_ranks_of("module")
     def _gather(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Replace DTensors by full tensors; collective."""
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)

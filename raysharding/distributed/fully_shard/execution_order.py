@@ -18,14 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import (
-    all_gather_json,
-    current_group,
-    get_rank,
-    get_world_size,
-    metadata_device,
-    to_host,
-)
+from raysharding.distributed.comm import all_gather_json, current_group, get_rank, metadata_device, rank_name, to_host
 from raysharding.distributed.fully_shard.module_group import over_ranks_of
 from raysharding.errors import PlanError
 from raysharding.torch_internals import current_graph_task_id
@@ -123,7 +116,7 @@ def check_execution_order(module: nn.Module) -> None:
         RuntimeError: From the process group, if a rank times out.
     """
     order = _orders.get(module)
-    if order is None or len(order.labels) < 2 or get_world_size() == 1:
+    if order is None or len(order.labels) < 2 or dist.get_world_size(current_group()) == 1:
         return
     digest, last = order.digest, list(order.last)
     order.restart()
@@ -151,4 +144,5 @@ def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int
     pairs = zip_longest(mine, every[other])
     place, pair = next((place, pair) for place, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     names = ["nothing" if index is None else labels[index] for index in pair]
-    return f"{text}: as number {place}, rank {rank} (this one) ran {names[0]} and rank {other} ran {names[1]}"
+    here, there = f"rank {rank_name(rank)} (this one) ran {names[0]}", f"rank {rank_name(other)} ran {names[1]}"
+    return f"{text}: as number {place}, {here} and {there}"

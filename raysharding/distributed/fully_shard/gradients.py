@@ -28,14 +28,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
-from raysharding.distributed.comm import (
-    current_group,
-    get_world_size,
-    global_ranks,
-    is_accelerator,
-    metadata_device,
-    to_host,
-)
+from raysharding.distributed.comm import current_group, global_ranks, is_accelerator, metadata_device, to_host
 from raysharding.distributed.fully_shard.internals import (
     bases_of,
     fsdp_modules,
@@ -168,7 +161,7 @@ def _average(parameters: list[nn.Parameter]) -> None:
     dist.all_reduce(flat, group=current_group())
     start = 0
     for parameter, count in zip(parameters, to_host(flat[-len(parameters) :]).tolist(), strict=True):
-        piece = flat[start : start + parameter.numel()] / get_world_size()
+        piece = flat[start : start + parameter.numel()] / len(global_ranks())
         start += parameter.numel()
         if count:
             parameter.grad = piece.reshape(parameter.shape).to(parameter)
@@ -356,8 +349,8 @@ def _num_copies(grad: DTensor, ranks: set[int]) -> int:
     mesh = grad.device_mesh
     if not ranks.issuperset(own := mesh.mesh.flatten().tolist()):
         raise ValueError(
-            f"a gradient is on the ranks {own}, and the module's mesh has {sorted(ranks)}: with tensor parallelism, "
-            "clip by torch.nn.utils.get_total_norm of the parameters of each mesh"
+            f"a gradient is on the ranks {own}, and the module's mesh has {sorted(ranks)}: clip models on several "
+            "meshes one by one; with tensor parallelism, use torch.nn.utils.get_total_norm for each mesh"
         )
     cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
     return mesh.size() // math.prod(map(mesh.size, cut))

@@ -25,8 +25,9 @@ _meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
 
 
 def note_mesh(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Record the mesh of a root and of the modules inside it. Not collective."""
-    _meshes.update(dict.fromkeys(root.modules(), mesh))
+    """Record the mesh of a sharded root and of the modules inside it that have none of their own. Not collective."""
+    for module in root.modules():
+        _meshes.setdefault(module, mesh)
 
 
 def group_of(*values: object) -> dist.ProcessGroup | None:
@@ -66,12 +67,13 @@ def over_ranks_of(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
+        parameters = list(inspect.signature(function).parameters)
+        places = [(parameters.index(name), name) for name in names]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            with using_group(group_of(*(given.get(name) for name in names))):
+            given = (args[place] if place < len(args) else kwargs.get(name) for place, name in places)
+            with using_group(group_of(*given)):
                 return function(*args, **kwargs)
 
         return call

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import all_gather_json, get_rank, get_world_size
+from raysharding.distributed.comm import all_gather_json, get_rank, get_world_size, rank_name
 from raysharding.distributed.fully_shard.gradients import plain_parameters, replicated_parameters
 from raysharding.distributed.fully_shard.internals import mesh_sizes, parameter_groups
 from raysharding.distributed.fully_shard.layout import (
@@ -126,13 +126,14 @@ def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
     for name in dict.fromkeys(name for found in every for name in found):
         held = [found.get(name, _MISSING) for found in every]
         has_one_kind = len({kind for kind, *_ in held}) == 1
-        ranks: dict[str, list[int]] = defaultdict(list)
+        ranks: dict[str, list[str]] = defaultdict(list)
         for rank, parts in enumerate(held):
             differing = [part for part, *others in zip(parts, *held, strict=False) if set(others) != {part}]
-            ranks[", ".join(differing) if has_one_kind else parts[0]].append(rank)
+            ranks[", ".join(differing) if has_one_kind else parts[0]].append(rank_name(rank))
         if len(ranks) > 1:
             what = name if has_one_kind else name.rpartition(".")[0] or "the root"
-            lines[f"{what}: " + ", ".join(f"{text} on ranks {some}" for text, some in ranks.items())] = None
+            texts = [f"{text} on ranks [{', '.join(some)}]" for text, some in ranks.items()]
+            lines[f"{what}: " + ", ".join(texts)] = None
     return list(lines)
 
 

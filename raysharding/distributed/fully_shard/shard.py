@@ -123,8 +123,8 @@ def shard_groups(
         unfreed: Groups that keep their full parameters from forward to backward, whatever `sharding` says.
     """
     with using_group(mesh_group(mesh)):
-        note_mesh(module, mesh)
         _shard_groups(module, mesh, sharding, groups, unfreed)
+        note_mesh(module, mesh)
 
 
 def _shard_groups(

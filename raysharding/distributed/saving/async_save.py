@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later
+from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later, using_group
 from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.save import (
@@ -103,11 +103,11 @@ class AsyncSaver:
         except BaseException as error:
             save.discard(error)
             raise
-        copy = replace(save, contents=contents, group=group, device=torch.device("cpu"))
+        copy = replace(save, contents=contents, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)
         self._saves.pop(self._last - _KEPT, None)
-        self._thread = threading.Thread(target=_run, args=(copy, entry), name="raysharding-save", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(copy, entry, group), name="raysharding-save", daemon=True)
         self._thread.start()
         return self._last
 
@@ -195,12 +195,13 @@ class AsyncSaver:
         self._group = None
 
 
-def _run(save: Save, entry: BackgroundSave) -> None:
+def _run(save: Save, entry: BackgroundSave, group: dist.ProcessGroup) -> None:
     def follow(_phase: str, done: int, total: int, _tensor: str) -> None:
         entry.bytes_done, entry.bytes_total = done, total
 
     try:
-        entry.report = save.run(follow)
+        with using_group(group):
+            entry.report = save.run(follow)
     except BaseException as error:  # noqa: BLE001 - `status` tells it
         _drop_frames(error)
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")

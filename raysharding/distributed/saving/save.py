@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,15 +34,7 @@ from raysharding.checkpoint.writing import (
 )
 from raysharding.config import floating_dtype
 from raysharding.data import Position
-from raysharding.distributed.comm import (
-    agree,
-    current_group,
-    device_module,
-    from_rank_0,
-    get_rank,
-    is_accelerator,
-    using_group,
-)
+from raysharding.distributed.comm import agree, device_module, from_rank_0, get_rank, is_accelerator
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
@@ -381,15 +372,9 @@ class Save:
     """Longest wait for one round of messages, in seconds."""
     begun: float
     """Time of the call, by `time.perf_counter`."""
-    group: dist.ProcessGroup | None = field(default_factory=current_group)
-    """Process group of the ranks; `None` for the default group."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
-        """Write and commit; collective over `group`. See `save_checkpoint`."""
-        with using_group(self.group):
-            return self._run(progress)
-
-    def _run(self, progress: Progress | None) -> SaveReport:
+        """Write and commit; collective. See `save_checkpoint`."""
         peak = MemoryPeak(self.device)
         contents, total = self.contents, self.contents.num_bytes
 

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import (
-    agreeing,
-    current_group,
-    get_rank,
-    is_accelerator,
-    to_host,
-    using_group,
-    wait_for,
-)
+from raysharding.distributed.comm import agreeing, current_group, is_accelerator, to_host, using_group, wait_for
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -274,9 +266,9 @@ def gather_state_dict(
         bucket_bytes: A part holds this many bytes, or one tensor that is larger.
         timeout_s: Longest wait for one round of messages.
 
-    Yields:
-        On rank 0, FQN → full CPU tensor in the module's dtype, tied aliases beside their canonical name (one tensor
-        object); on other ranks as many empty dicts. Each shard travels to rank 0 once.
+    Returns:
+        An iterator. On rank 0, FQN → full CPU tensor in the module's dtype, tied aliases beside their canonical name
+        (one tensor object); on other ranks as many empty dicts. Each shard travels to rank 0 once.
 
     Raises:
         ValueError: On every rank, if a key is not in the module.
@@ -292,11 +284,15 @@ def gather_state_dict(
     for key in wanted:
         names_of.setdefault(aliases.get(key, key), []).append(key)
     device, group = message_device(module), group_of(module)
-    for part in split_by_bytes(names_of, lambda name: tensors[name].numel() * tensors[name].itemsize, bucket_bytes):
+
+    def gathered(part: Sequence[str]) -> dict[str, torch.Tensor]:
         wanted_now = {name: tensors[name] for name in part}
         with using_group(group):
             full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-        yield {key: full[name] for name in part for key in names_of[name]} if full else {}
+        return {key: full[name] for name in part for key in names_of[name]} if full else {}
+
+    parts = split_by_bytes(names_of, lambda name: tensors[name].numel() * tensors[name].itemsize, bucket_bytes)
+    return map(gathered, parts)
 
 
 @over_ranks_of("tensors")
@@ -322,7 +318,7 @@ def gather_tensors(
         Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard is sent once to each of `ranks`.
     """
     full: dict[str, torch.Tensor] = {}
-    if get_rank() in ranks:
+    if dist.get_rank(current_group()) in ranks:
         full = full_memory(tensors, on_cpu=True)
     gather_into(full, tensors, ranks, device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return full

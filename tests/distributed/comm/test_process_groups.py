@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,15 +37,17 @@ from raysharding.distributed import (
     state_dict_type,
     summon_full_params,
     train_step,
+    using_group,
 )
 from raysharding.distributed.comm import current_group
+from raysharding.errors import PlanError
 from tests.spawn import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
-def model(seed: int) -> nn.Module:
+def model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
 
@@ -186,6 +189,8 @@ def outside(root: Path) -> None:
             init_mesh("cpu", group=group)
         with pytest.raises(ValueError, match=r"global rank 0 is not in the mesh of ranks \[1, 2\]"):
             shard_module(model(0), mesh)
+        with pytest.raises(ValueError, match=r"global rank 0 is not in the process group"):
+            load_state_dict(root / "nothing", group=group)
         return
     module = shard_module(model(0), mesh)
     told = "nothing" if dist.get_rank() == 1 else r"on rank 0 \(global rank 1\)"
@@ -216,17 +221,67 @@ def accelerates(root: Path) -> None:
     torch.testing.assert_close(load_file(root / "merged" / "model.safetensors"), dict(model(8).state_dict()))
 
 
+def out_of_order(root: Path) -> None:
+    """torch sorts the ranks of a mesh's groups, and would shard by other numbers than those of the mesh."""
+    for ranks in ([1, 0, 2, 3], [[2, 3], [0, 1]], [[1, 0], [3, 2]]):
+        names = ("replicate", "shard")[-len(torch.tensor(ranks).shape) :]
+        with pytest.raises(ValueError, match="must ascend along each axis"):
+            shard_module(model(0), DeviceMesh("cpu", ranks, mesh_dim_names=names))
+
+
+def several_meshes(root: Path) -> None:
+    """A module inside keeps its mesh when the root gets one, and a root keeps it when another one is refused."""
+    half = init_mesh("cpu", group=[dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2])
+    whole, module = init_mesh("cpu"), model(0)
+    shard_module(module[2], half)
+    shard_module(module, whole)
+    loss(module(ROWS)).backward()
+    with summon_full_params(module[2]):
+        torch.testing.assert_close(module[2].weight, model(0)[2].weight)
+    other = shard_module(model(1), half)
+    with pytest.raises(PlanError, match="shard"):
+        shard_module(other, whole)
+    if dist.get_rank() < 2:
+        loss(other(ROWS)).backward()
+        assert clip_grad_norm_(other, None).item() > 0
+
+
+def within_a_group(root: Path) -> None:
+    """`using_group` gives its ranks to what has no mesh: `init_mesh`, a model that is prepared, a plain module."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), mixed_precision="bf16"
+    )
+    with using_group(group), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert init_mesh("cpu").mesh.tolist() == [1, 2]
+        module: Any = fsdp2_prepare_model(accelerator, model(dist.get_rank()).bfloat16())
+        parts = gather_state_dict(model(4))
+    assert module[0].weight.device_mesh.mesh.tolist() == [1, 2]
+    assert any("kept in float32" in str(one.message) for one in warned) == (dist.get_rank() == 1)
+    found = {name: value for part in parts for name, value in part.items()}
+    torch.testing.assert_close(found, dict(model(4).state_dict()) if dist.get_rank() == 1 else {})
+    with pytest.raises(TypeError, match=r"clip_grad_norm_\(\) got an unexpected keyword argument 'max_nrm'"):
+        clip_grad_norm_(module, max_nrm=1.0)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("world_size", "fn"),
-    [(3, accelerates), (4, side_by_side), (4, axis_of_a_mesh), (5, hsdp), (3, overlapping), (3, outside)],
+    [
+        *((3, accelerates), (4, side_by_side), (4, axis_of_a_mesh), (5, hsdp), (3, overlapping), (3, outside)),
+        *((4, out_of_order), (4, several_meshes), (3, within_a_group)),
+    ],
 )
 def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> None:
     run_ranks(world_size, fn, tmp_path)
 
 
 COLLECTIVES = re.compile(
-    r"\bdist\.(all_reduce|all_gather\w*|broadcast\w*|reduce\w*|scatter\w*|gather\w*|barrier|P2POp|new_group|"
-    r"get_rank|get_world_size|send|recv|isend|irecv)\((?![^\n]*(group|all ranks)\b)"
+    r"\b(?:dist|torch\.distributed)\.(all_reduce|all_gather\w*|broadcast\w*|reduce\w*|scatter\w*|gather\w*|barrier|"
+    r"P2POp|new_group|get_rank|get_world_size|send|recv|isend|irecv)\((?![^\n#]*group\b|[^\n]*# all ranks)"
 )
 
 

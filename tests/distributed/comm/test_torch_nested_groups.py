@@ -311,9 +311,7 @@ def refused_meshes(root: Path) -> None:
     mesh: DeviceMesh = init_mesh("cpu", group=shard)
     module = shard_module(stack(4), mesh)
     ranks = str(mesh.mesh.tolist()).replace("[", r"\[")
-    with pytest.raises(
-        ValueError, match=rf"the ranks \[0, 1, 2, 3\], and the model's mesh {ranks}"
-    ):
+    with pytest.raises(ValueError, match=rf"the ranks \[0, 1, 2, 3\], and the model's mesh {ranks}"):
         full_optim_state_dict(module, adam(module), group=dist.group.WORLD)
 
 

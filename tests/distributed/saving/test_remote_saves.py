@@ -15,7 +15,7 @@ from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.checkpoint.storage.uri import join_path
 from raysharding.checkpoint.writing import create_staging, is_left_over
-from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module, using_group
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving import Destination, begin_save
 from raysharding.distributed.saving import file_writers as file_writing
@@ -25,7 +25,7 @@ from tests.distributed.models import filled
 from tests.distributed.transfer.test_plan import ranges_of, tensors
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type, part_of_ranks, run_ranks
 
 __all__ = ["s3", "s3_server"]
 
@@ -109,7 +109,8 @@ def two_saves(uri: str) -> list[str]:
         first = begin_save(module, Destination(join_path(uri, end)), None, None, 60.0)
         save_checkpoint(module, join_path(uri, end), overwrite=True)
         try:
-            first.discard(KeyError()) if end == "abort" else first.run()
+            with using_group(part_of_ranks()):
+                first.discard(KeyError()) if end == "abort" else first.run()
         except CheckpointError as error:
             errors.append(str(error))
     return errors
@@ -141,7 +142,7 @@ class Between(Sidecars):
 
 def save_between(uri: str) -> str:
     module = shard_module(filled(), init_mesh(device_type()))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught, using_group(part_of_ranks()):
         begin_save(module, Destination(uri, sidecars=Between(uri)), None, None, 60.0).run()
     return str(caught.value)
 

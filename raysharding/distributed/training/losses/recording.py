@@ -88,7 +88,7 @@ def run_recorded(
         recorder.in_model = False
         recorder.add_data(_tensors(output) if follows_data else ())
         stack.enter_context(recorder)
-        groups = {dist.group.WORLD, current_group()} - {None}
+        groups = {dist.group.WORLD, current_group()}
         counters = [counter for group in groups if group is not None for counter in collective_counters(group)]
         before = [counter() for counter in counters]
         result = call_loss(loss, output, args, kwargs)

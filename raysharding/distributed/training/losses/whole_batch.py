@@ -18,14 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import (
-    all_gather_ints,
-    all_gather_json,
-    current_group,
-    get_rank,
-    get_world_size,
-    to_host,
-)
+from raysharding.distributed.comm import all_gather_ints, all_gather_json, current_group, get_rank, to_host
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
 from raysharding.distributed.training.losses.calls import LossFunction, is_compiled, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
@@ -293,7 +286,7 @@ def _refuse_count(is_given: bool) -> None:
 
 def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: torch.device) -> BatchLoss:
     """Sum what this rank has read over all ranks; collective."""
-    terms, num_terms = reading.terms, len(reading.terms)
+    terms, num_terms, world_size = reading.terms, len(reading.terms), dist.get_world_size(current_group())
     mine = _vector([0.0 if batch.is_dummy or term.count is None else term.count for term in terms], device)
     is_sum = _vector([term.count is None for term in terms], device) > 0
     is_total = _vector([term.is_total for term in terms], device) > 0
@@ -302,10 +295,10 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     adds = torch.where(is_total, is_sum | (mine != 0) | values.isfinite(), mine != 0) & (not batch.is_dummy)
     shares = torch.where(adds, torch.where(is_total, 1.0, mine), 0.0)
     if batch.is_replicated:  # a sum counts once; that of a mean is divided by as many counts
-        shares = torch.where(is_sum, shares / get_world_size(), shares)
+        shares = torch.where(is_sum, shares / world_size, shares)
     sums = torch.where(adds, values * shares, 0.0)
     fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
-    table = torch.zeros(get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
+    table = torch.zeros(world_size, 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
     table[get_rank()] = torch.cat([sums, mine, fixed])
     # Every rank calls this, ranks without rows too: the others would wait in the all-reduce. Each fills its own row.
     dist.all_reduce(table, group=current_group())
