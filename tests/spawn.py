@@ -242,12 +242,13 @@ def see_group() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from raysharding.distributed import comm, load_state_dict
+    from raysharding.distributed import comm, fsdp2_prepare_model, load_state_dict
 
     _make_oracles_of(_group)
     own, takes_group = _GroupDist(_group), [comm.init_mesh, comm.agree, comm.agreeing, comm.from_rank_0, comm.any_rank]
     takes_group += [
         load_state_dict,
+        comm.rank_name,
         comm.all_gather_json,
         comm.all_gather_ints,
         comm.broadcast_json,
@@ -255,15 +256,16 @@ def see_group() -> None:
     ]
     for name, module in list(sys.modules.items()):
         is_test = name.startswith("tests.") and module is not sys.modules[__name__]
-        for attribute, value in list(vars(module).items()) if name.startswith(("tests.", "raysharding.")) else []:
-            is_mesh = value is comm.init_mesh and not name.startswith("raysharding.distributed.comm")
-            if value is init_device_mesh and is_test:
+        for attribute, value in list(vars(module).items()) if is_test else []:
+            if value is init_device_mesh:
                 setattr(module, attribute, functools.partial(_device_mesh_of, _group))
-            elif is_test and _takes_process_group(value):
+            elif _takes_process_group(value):
                 setattr(module, attribute, functools.partial(value, process_group=_group))
-            elif value is dist and is_test:
+            elif value is dist:
                 setattr(module, attribute, own)
-            elif is_mesh or (is_test and any(value is one for one in takes_group)):
+            elif value is fsdp2_prepare_model:
+                setattr(module, attribute, comm.using_group(_group)(value))
+            elif any(value is one for one in takes_group):
                 setattr(module, attribute, functools.partial(value, group=_group))
 
 

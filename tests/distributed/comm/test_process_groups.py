@@ -41,7 +41,8 @@ from raysharding.distributed import (
 )
 from raysharding.distributed.comm import current_group
 from raysharding.errors import PlanError
-from tests.spawn import run_ranks
+from tests.grid import needs_sim
+from tests.spawn import device_type, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -277,6 +278,24 @@ def within_a_group(root: Path) -> None:
 )
 def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> None:
     run_ranks(world_size, fn, tmp_path)
+
+
+def replicas_on_devices() -> None:
+    """A process group with a device makes the groups of an HSDP mesh without the ranks outside of it."""
+    group = dist.new_group([1, 2])
+    assert dist.group.WORLD is not None
+    if dist.get_rank() > 0:
+        mesh = init_mesh(device_type(), Sharding(replicate_size=2), group)
+        module = shard_module(model(0).to(device_type()), mesh)
+        rows = own_rows(group).to(device_type())
+        loss(module(rows)).backward()
+        assert clip_grad_norm_(module, None).item() > 0
+    assert dist.group.WORLD.bound_device_id is not None, "it is bound again"
+
+
+@needs_sim
+def test_replicas_on_devices() -> None:
+    run_ranks(3, replicas_on_devices, device="sim")
 
 
 COLLECTIVES = re.compile(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm.device_mesh import init_mesh
+from raysharding.distributed.comm import init_mesh, rank_name
 from raysharding.distributed.fully_shard.execution_order import check_execution_order
 from raysharding.distributed.fully_shard.recovery import recover
 from raysharding.distributed.fully_shard.shard import shard_module
@@ -58,9 +58,8 @@ def run_mixed_experts() -> None:
     with pytest.raises(PlanError, match=r"experts\.[01].*experts\.[01].*wrap='none'") as caught:
         check_execution_order(module)
     own, other = (1, 0) if rank == 0 else (0, 1)
-    assert f"rank {rank} (this one) ran experts.{own} and rank {int(rank == 0)} ran experts.{other}" in str(
-        caught.value
-    )
+    here, there = rank_name(rank), rank_name(int(rank == 0))
+    assert f"rank {here} (this one) ran experts.{own} and rank {there} ran experts.{other}" in str(caught.value)
     torch.manual_seed(0)
     assert not torch.allclose(mixed, Experts()(rows)), "this is what the check is for"
 

@@ -25,7 +25,7 @@ from raysharding.distributed import (
     save_checkpoint,
     shard_module,
 )
-from raysharding.distributed.comm.json_collectives import all_gather_json
+from raysharding.distributed.comm import all_gather_json, rank_name
 from raysharding.errors import PlanError
 from raysharding.models import build_module
 from tests.distributed.fully_shard.sharding_models import (
@@ -157,7 +157,8 @@ def ignored_of_each_rank(root: Path) -> None:
         save_checkpoint(ours, root / "experts")
     with pytest.raises(PlanError, match="average_ignored_gradients=False") as caught:
         sharded(plain, **fields)(batch)
-    assert "experts.number0: whole on ranks [0], missing on ranks [1" in str(caught.value)
+    told = f"experts.number0: whole on ranks [{rank_name(0)}], missing on ranks [{rank_name(1)}"
+    assert told in str(caught.value)
     assert len(set(all_gather_json(str(caught.value)))) == 1
 
 
@@ -167,11 +168,11 @@ def ranks_that_ignore_others_all_raise() -> None:
     for _ in range(2):
         with pytest.raises(PlanError, match="the ranks ignore or shard different modules") as caught:
             module(batch)
-        whole, others = f"whole on ranks [{last}]", list(range(last))
+        here, others = f"[{rank_name(last)}]", f"[{', '.join(map(rank_name, range(last)))}]"
         assert caught.value.problems == (
-            f"blocks.1.up: whole on ranks {others}, sharded on ranks [{last}]",
-            f"blocks.1.down: whole on ranks {others}, sharded on ranks [{last}]",
-            f"head: sharded on ranks {others}, {whole}",
+            f"blocks.1.up: whole on ranks {others}, sharded on ranks {here}",
+            f"blocks.1.down: whole on ranks {others}, sharded on ranks {here}",
+            f"head: sharded on ranks {others}, whole on ranks {here}",
         )
     cases: tuple[tuple[Callable[[nn.Module], object], Any, tuple[str, str]], ...] = (
         (lambda net: net.requires_grad_(False), ["Block"], ("trained", "frozen")),
@@ -185,7 +186,8 @@ def ranks_that_ignore_others_all_raise() -> None:
         module = sharded(net, wrap=wrap if dist.get_rank() == last else ["Block"])
         with pytest.raises(PlanError, match="the ranks ignore or shard different modules") as caught:
             module(batch)
-        line = f"blocks.0.up.weight: {theirs} on ranks {list(range(last))}, {own} on ranks [{last}]"
+        others = ", ".join(map(rank_name, range(last)))
+        line = f"blocks.0.up.weight: {theirs} on ranks [{others}], {own} on ranks [{rank_name(last)}]"
         assert line in caught.value.problems
     module = sharded(build(), ignored_modules="head", replicate_size=dist.get_world_size())
     if dist.get_rank() == 0:

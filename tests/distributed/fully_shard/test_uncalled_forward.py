@@ -40,6 +40,7 @@ def forward(path: Path, wrap: str) -> tuple[torch.Tensor | None, str]:
         return None, " ".join(error.__notes__)
 
 
+@pytest.mark.all_ranks
 @pytest.mark.timeout(60)
 def test_the_error_names_a_cure_that_helps(tmp_path: Path) -> None:
     torch.manual_seed(0)
