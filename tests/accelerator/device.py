@@ -134,6 +134,8 @@ def register() -> None:
     sys.modules["torch.sim"] = torch.get_device_module(DEVICE)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _create_backend, devices=[DEVICE])
+    # With NCCL, ranks outside a new group take part in a split of the default group.
+    extension.Simccl.perform_nocolor_split = lambda backend, device: None
     # gloo takes part in groups that are bound to a device: `new_group("gloo")` asks for the device's own backend else.
     dist.Backend.backend_capability["gloo"].append(DEVICE)
 

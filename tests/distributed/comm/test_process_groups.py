@@ -281,16 +281,26 @@ def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> Non
 
 
 def replicas_on_devices() -> None:
-    """A process group with a device makes the groups of an HSDP mesh without the ranks outside of it."""
-    group = dist.new_group([1, 2])
-    assert dist.group.WORLD is not None
+    """The groups of an HSDP mesh are no splits of the default group: NCCL splits in a call of all its ranks."""
+    group, world, made = dist.new_group([1, 2]), dist.group.WORLD, []
+    assert world is not None
+    assert world.bound_device_id is not None, "torch would split it"
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        made.append(world.bound_device_id)
+        return torch_new_group(*args, **kwargs)
+
     if dist.get_rank() > 0:
-        mesh = init_mesh(device_type(), Sharding(replicate_size=2), group)
+        with pytest.MonkeyPatch.context() as patched:
+            torch_new_group = dist.new_group
+            patched.setattr(dist, "new_group", new_group)
+            mesh = init_mesh(device_type(), Sharding(replicate_size=2), group)
+        assert made == [None, None]
         module = shard_module(model(0).to(device_type()), mesh)
         rows = own_rows(group).to(device_type())
         loss(module(rows)).backward()
         assert clip_grad_norm_(module, None).item() > 0
-    assert dist.group.WORLD.bound_device_id is not None, "it is bound again"
+    assert world.bound_device_id is not None, "it is bound again"
 
 
 @needs_sim
