@@ -14,7 +14,13 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agreeing, current_group, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
-from raysharding.distributed.training.losses import LossFunction, call_on_output, known_arguments, loss_of_batch
+from raysharding.distributed.training.losses import (
+    LossFunction,
+    call_model,
+    call_on_output,
+    known_arguments,
+    loss_of_batch,
+)
 from raysharding.distributed.training.step import Accumulation
 from raysharding.models import InputBounds
 from raysharding.tree import map_leaves
@@ -112,7 +118,7 @@ class Evaluation:
     def _forward(self, module: nn.Module, batch: RankBatch) -> Any:
         """Run the model, record the loss, and return the output."""
         if not self._plan.with_loss:
-            return module(*batch.args, **batch.kwargs)
+            return call_model(module, batch.args, batch.kwargs)
         found = loss_of_batch(module, batch, self._plan.loss, with_backward=False)
         self._loss.add(found)
         return map_leaves(lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, found.output)

@@ -17,7 +17,7 @@ from raysharding.distributed.fully_shard import (
     recovering,
     without_trace,
 )
-from raysharding.distributed.training.losses import BatchLoss, find_loss, forward_with_loss
+from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
@@ -85,7 +85,7 @@ class Forwarding:
     def _forward(self, batch: RankBatch) -> tuple[Any, BatchLoss | None]:
         """Return the output, and the loss of all ranks' rows if the model has one."""
         if not batch.rows or not any(part in name for name in batch.kwargs for part in _NAMES_OF_LABELS):
-            value = self._module(*batch.args, **batch.kwargs)
+            value = call_model(self._module, batch.args, batch.kwargs)
             if not batch.rows or find_loss(value) is None:
                 return value, None
         return forward_with_loss(self._module, batch)
@@ -108,7 +108,7 @@ class Forwarding:
             other = item if num_rows > item else 2 * item
             (probes,) = passes_of_call(self._module, batch.resized(other), 1, "forward")
             with without_trace(self._module):
-                outputs = [without_caches(self._module(*probe.args, **probe.kwargs)) for probe in probes]
+                outputs = [without_caches(call_model(self._module, probe.args, probe.kwargs)) for probe in probes]
             after = dict(leaves(outputs[probes.index(own_pass(probes))]))
             for path, key in keys.items():
                 self._holds_rows[key] = follows_rows(found[path], after.get(path), other, batch.dim)

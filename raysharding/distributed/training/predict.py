@@ -49,7 +49,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
-from raysharding.distributed.training.losses import known_arguments
+from raysharding.distributed.training.losses import call_model, known_arguments
 from raysharding.distributed.training.passes import agreed_passes, own_pass
 from raysharding.distributed.training.predict_columns import check_columns, check_types, key_columns, last_logits
 from raysharding.errors import DataError
@@ -363,7 +363,7 @@ class Prediction:
             return generate(module, whole, keep=not batch.is_dummy).value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
-                output = module(*batch.args, **batch.kwargs)
+                output = call_model(module, batch.args, batch.kwargs)
             check_execution_order(module)
         return output
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raysharding.data import KnownColumns
-from raysharding.distributed.training.losses.calls import known_arguments
+from raysharding.distributed.training.losses.calls import call_model, known_arguments
 
 
 class Anything(nn.Module):
@@ -49,3 +49,19 @@ def test_columns_without_names_are_all_but_text() -> None:
     assert columns.dropped == ("text",)
     with pytest.raises(ValueError, match="rows have the columns text, and the model takes no text"):
         columns([{"text": "a"}])
+
+
+class Caching(nn.Module):
+    """A model that makes a cache unless it is told otherwise."""
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None, past_key_values: object = None) -> object:
+        return use_cache
+
+
+def test_no_cache_is_made_unless_the_call_says_otherwise() -> None:
+    rows = torch.ones(2)
+    assert call_model(Caching(), (rows,), {}) is False
+    assert call_model(Caching(), (rows,), {"use_cache": True}) is True
+    assert call_model(Caching(), (rows, True), {}) is True
+    assert call_model(Caching(), (rows,), {"past_key_values": 1}) is None
+    assert torch.equal(call_model(nn.Identity(), (rows,), {}), rows)

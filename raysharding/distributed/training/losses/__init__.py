@@ -2,6 +2,7 @@
 
 from raysharding.distributed.training.losses.calls import (
     LossFunction,
+    call_model,
     call_on_output,
     find_loss,
     known_arguments,

@@ -19,6 +19,8 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor | float | None]
 
 _PAIRS = "return a scalar, (sum, count), a list of such pairs, or (sum, None) for a sum"
 
+_CACHES = frozenset({"use_cache", "past_key_values"})
+"""Arguments by which a caller says what becomes of the KV cache."""
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
 _ANY_POSITION = inspect.Parameter.VAR_POSITIONAL
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -85,13 +87,29 @@ def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]
     return {key: value for key, value in kwargs.items() if key in names}
 
 
-def call_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction) -> Any:
-    """Call the model without the keyword arguments that only the loss function accepts."""
-    taken = _taken(_parameters(module), kwargs)
-    loss_only = {key: value for key, value in kwargs.items() if key not in taken}
-    unknown = {key: loss_only[key] for key in loss_only.keys() - _taken(_parameters(loss), loss_only).keys()}
-    # Arguments that neither accepts go to the model, which raises.
-    return module(*args, **taken, **unknown)
+def call_model(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction | None = None
+) -> Any:
+    """Call the model, without the keyword arguments that only the loss function accepts, and without a KV cache.
+
+    transformers makes a cache of every batch by default, which nobody reads: it copies each layer's keys and values,
+    and under `torch.compile` each layer's cache is a graph of its own.
+    """
+    parameters = _parameters(module) or []
+    if loss is not None:
+        taken = _taken(_parameters(module), kwargs)
+        loss_only = {key: value for key, value in kwargs.items() if key not in taken}
+        # Arguments that neither accepts go to the model, which raises.
+        unknown = {key: loss_only[key] for key in loss_only.keys() - _taken(_parameters(loss), loss_only).keys()}
+        kwargs = {**taken, **unknown}
+    model: Any = module
+    passes_on = is_transformers_model(module) and model.can_generate() and _ANY_NAME in [one.kind for one in parameters]
+    takes_cache = passes_on or "use_cache" in [one.name for one in parameters[len(args) :]]
+    # T5Gemma's decoder masks padding only where it has no cache, and has none in training.
+    is_other = not module.training and getattr(getattr(module, "config", None), "model_type", "") == "t5gemma"
+    if takes_cache and not is_other and not _CACHES & kwargs.keys():
+        kwargs = {**kwargs, "use_cache": False}
+    return module(*args, **kwargs)
 
 
 def call_on_output(function: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

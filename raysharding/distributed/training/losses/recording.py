@@ -79,7 +79,7 @@ def run_recorded(
         if not with_backward:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_shape_alone, lambda kept: kept))
         with nullcontext() if is_compiled(module) else _outside_blocks(module, recorder, with_backward):
-            output = module(*args, **kwargs) if loss is None else call_model(module, args, kwargs, loss)
+            output = call_model(module, args, kwargs, loss)
         if loss is None:
             return Recorded(recorder, output, _own_loss(output), with_backward)
         recorder.gave_gradient |= not any(has_gradient(leaf) for _, leaf in leaves(output))

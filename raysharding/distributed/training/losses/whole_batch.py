@@ -20,7 +20,7 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import all_gather_ints, all_gather_json, current_group, get_rank, to_host
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
-from raysharding.distributed.training.losses.calls import LossFunction, is_compiled, loss_of
+from raysharding.distributed.training.losses.calls import LossFunction, call_model, is_compiled, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
 from raysharding.distributed.training.losses.label_counts import LabelCounts, count_labels, has_count, takes_count
 from raysharding.distributed.training.losses.recording import Recorded, run_recorded
@@ -390,8 +390,8 @@ def _divides_by(module: nn.Module, batch: RankBatch, counts: LabelCounts, diviso
         True if that is the number of labels that are counted, on every rank.
     """
     with without_trace(module):
-        mean = loss_of(module(*batch.args, **batch.kwargs))
-        by_divisor = loss_of(module(*batch.args, **{**batch.kwargs, "num_items_in_batch": divisor}))
+        mean = loss_of(call_model(module, batch.args, batch.kwargs))
+        by_divisor = loss_of(call_model(module, batch.args, {**batch.kwargs, "num_items_in_batch": divisor}))
     found = float(to_host(by_divisor / mean)) * divisor
     error = abs(found - counts.counted)
     is_other = counts.other != counts.counted and abs(found - counts.other) <= error
