@@ -57,6 +57,24 @@ def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], shardin
                 block.forward = functools.update_wrapper(compiled, block.forward)
 
 
+def leave_hooks_out(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
+    """Keep dynamo out of this library's hooks on modules inside compiled blocks; each rank alone.
+
+    After a graph break dynamo compiles every function that runs, and fails in a hook when a weak reference dies.
+
+    Args:
+        module: See `compile_blocks`; with all hooks.
+        groups: See `compile_blocks`.
+        sharding: See `compile_blocks`.
+    """
+    blocks = [module.get_submodule(name) for names in groups for name in names] if sharding.compile is not False else []
+    inner = {one for block in blocks for one in block.modules() if one is not block}
+    for hooks in (hooks for one in inner for hooks in (one._forward_pre_hooks, one._forward_hooks)):
+        for key, hook in hooks.items():
+            if str(getattr(hook, "func", hook).__module__).startswith("raysharding."):
+                hooks[key] = torch.compiler.disable(hook)
+
+
 def move_inputs(tree: Any, device: torch.device) -> Any:
     """Copy what is not on `device` yet; containers are made anew only where something moved.
 

@@ -52,6 +52,7 @@ from raysharding.distributed.fully_shard.module_hooks import (
     cast_inputs_before_forward,
     compile_blocks,
     keep_full_precision,
+    leave_hooks_out,
     move_inputs_before_forward,
     set_prefetching,
 )
@@ -179,6 +180,7 @@ def _shard_groups(
     reduce_after_backward(module, () if sharding.average_ignored_gradients else ignored)
     move_inputs_before_forward(module, device)
     compare_before_forward(module)
+    leave_hooks_out(module, groups, sharding)
 
 
 def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:

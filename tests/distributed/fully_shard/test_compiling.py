@@ -92,8 +92,7 @@ def compare_depths(names: Sequence[str]) -> list[str]:
     return [f"{name}: {few} of 2 layers, {many} of {DEEP}" for name, (few, many) in found.items() if few != many]
 
 
-# CLIP's texts and images are no rows of one batch; ConvNext's stages are compiled with the hooks of the groups inside.
-OTHERS = sorted(ARCHITECTURES.keys() - {"llama", "t5", "clip", "convnext"})
+OTHERS = sorted(ARCHITECTURES.keys() - {"llama", "t5", "clip"})  # CLIP's texts and images are no rows of one batch
 
 
 @pytest.mark.timeout(180)
