@@ -95,16 +95,17 @@ def call_model(
     transformers makes a cache of every batch by default, which nobody reads: it copies each layer's keys and values,
     and under `torch.compile` each layer's cache is a graph of its own.
     """
-    parameters = _parameters(module) or []
+    parameters = _parameters(module)
     if loss is not None:
-        taken = _taken(_parameters(module), kwargs)
+        taken = _taken(parameters, kwargs)
         loss_only = {key: value for key, value in kwargs.items() if key not in taken}
         # Arguments that neither accepts go to the model, which raises.
         unknown = {key: loss_only[key] for key in loss_only.keys() - _taken(_parameters(loss), loss_only).keys()}
         kwargs = {**taken, **unknown}
     model: Any = module
-    passes_on = is_transformers_model(module) and model.can_generate() and _ANY_NAME in [one.kind for one in parameters]
-    takes_cache = passes_on or "use_cache" in [one.name for one in parameters[len(args) :]]
+    own = parameters or []
+    passes_on = is_transformers_model(module) and model.can_generate() and _ANY_NAME in [one.kind for one in own]
+    takes_cache = passes_on or "use_cache" in [one.name for one in own[len(args) :]]
     # T5Gemma's decoder masks padding only where it has no cache, and has none in training.
     is_other = not module.training and getattr(getattr(module, "config", None), "model_type", "") == "t5gemma"
     if takes_cache and not is_other and not _CACHES & kwargs.keys():
