@@ -354,11 +354,13 @@ class Trainer:
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
         self._steps = []
-        for _ in range(num_steps):
+        for number in range(1, num_steps + 1):
             before = self._status.num_changes, self._status.is_saved
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
+                if number == num_steps:
+                    self._fit.settle()
                 self.position = self._fit.position
             if step_metrics is None:
                 self._status.num_changes, self._status.is_saved = before

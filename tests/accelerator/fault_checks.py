@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -420,14 +422,12 @@ def hang_in_save(hang: Hang, root: Path) -> None:
 
 
 HANGS = (hang_in_first_step, hang_in_step, hang_in_update, hang_in_load, hang_in_short_load, hang_in_save)
-# Its kernels run on the host: it waits in the first that takes the norm, and not where the host reads that.
-SIM_HANGS = tuple(call for call in HANGS if call is not hang_in_update)
 
 
 def run_hangs(root: Path) -> dict[str, float]:
     """What share of the looks saw this rank wait for others."""
     shares = {}
-    for call in SIM_HANGS if device_type() == "sim" else HANGS:
+    for call in HANGS:
         hang = Hang(root / f"{call.__name__}-{device_type()}")
         call(hang, root)
         shares[call.__name__] = sum(hang.looks) / len(hang.looks)
@@ -464,7 +464,60 @@ def check_group_that_hangs(path: Path) -> None:
         assert caught.value.primary == caught.value.failures[1]
 
 
-GROUP_CHECKS = (check_group_of_dead_devices, check_group_that_hangs)
+class _LostInBackward(torch.autograd.Function):
+    """Rank 1 takes part in no collective after this."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, how: str) -> torch.Tensor:
+        """Return the value."""
+        ctx.how = how
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Lose rank 1, once the other has had the time to queue its update."""
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+            if ctx.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ctx.how == "hangs":
+                time.sleep(60)
+            raise RuntimeError("rank 1 is lost")
+        return gradients[0], None
+
+
+def lost_in_backward(value: torch.Tensor, how: str) -> torch.Tensor:
+    """Return the value; in its backward rank 1 `raises`, `dies` or `hangs`."""
+    lost: torch.Tensor = _LostInBackward.apply(value, how)  # type: ignore[no-untyped-call]
+    return lost
+
+
+def lost_loss(how: str, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss in whose backward rank 1 is lost."""
+    return (lost_in_backward(output, how) - targets).square().mean()
+
+
+def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
+    """The other rank's update was queued, and may have run: the group is broken, and its weights are those of files."""
+    rows = {"targets": Split(torch.zeros(4, 4))}
+    with group_checks.group_of(path, world_size=2, timeouts=Timeouts(call_s=5.0)) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
+        expected = group.forward(Split(torch.ones(4, 8)))
+        for how in ("raises", "dies", "hangs"):
+            with pytest.raises(GroupError) as caught:
+                group.train_step(Split(torch.ones(4, 8)), loss=partial(lost_loss, how), **rows)
+            assert caught.value.primary is not None
+            assert caught.value.primary.rank == 1, how
+            assert group.state.value == "broken", how
+            assert group.restart().how == "reloaded", how
+            torch.testing.assert_close(group.forward(Split(torch.ones(4, 8))), expected)
+
+
+GROUP_CHECKS = (
+    check_group_of_dead_devices,
+    check_group_that_hangs,
+    check_group_that_loses_a_rank_in_the_backward,
+)
 
 
 def main(folder: Path) -> None:

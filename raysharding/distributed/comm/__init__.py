@@ -49,4 +49,11 @@ from raysharding.distributed.comm.rendezvous import (
     serve_store,
 )
 from raysharding.distributed.comm.spanning_group import PeerLostError, SpanningGroup
-from raysharding.distributed.comm.waiting import to_host, wait_for, wait_for_event, waits_for_others, waits_for_ranks
+from raysharding.distributed.comm.waiting import (
+    HostCopy,
+    to_host,
+    wait_for,
+    wait_for_event,
+    waits_for_others,
+    waits_for_ranks,
+)

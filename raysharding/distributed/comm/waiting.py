@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from raysharding.distributed.comm.device import is_accelerator
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _waits: set[CodeType] = set()
@@ -62,6 +64,28 @@ def wait_for_event(event: torch.Event, timeout_s: float) -> None:
         if monotonic() >= until:
             raise TimeoutError(f"messages of other ranks did not come within {timeout_s:g} s")
         sleep(_POLL_S)
+
+
+class HostCopy:
+    """A copy of a tensor into host memory, queued on the current stream; the host goes on meanwhile.
+
+    Args:
+        result: As for `to_host`. On an accelerator the memory of the copy is page-locked: a copy into other memory
+            would wait for all that the stream holds.
+    """
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._memory = result.to("cpu", non_blocking=True)
+        self._copied = torch.Event(result.device) if is_accelerator(result.device) else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @waits_for_ranks
+    def result(self) -> torch.Tensor:
+        """Return the copy once it is there, whatever was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory
 
 
 @waits_for_ranks

@@ -159,8 +159,10 @@ def _average(parameters: list[nn.Parameter]) -> None:
     flat = flat.to(group_device(flat.device))
     # Every rank calls this with the same size, with zeros for missing gradients: the others would wait here.
     dist.all_reduce(flat, group=current_group())
+    # Where this rank has all gradients there is nothing to ask the device for.
+    counts = present if all(present) else to_host(flat[-len(parameters) :]).tolist()
     start = 0
-    for parameter, count in zip(parameters, to_host(flat[-len(parameters) :]).tolist(), strict=True):
+    for parameter, count in zip(parameters, counts, strict=True):
         piece = flat[start : start + parameter.numel()] / len(global_ranks())
         start += parameter.numel()
         if count:
@@ -361,22 +363,21 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
     total = torch.zeros((), dtype=torch.float64, device=device)
     is_max = norm_type == math.inf
     for copies, grads in by_copies.items():
-        norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(grads, norm_type)])
-        total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
+        for norms in _norms(grads, norm_type):
+            norms = norms.to(device, torch.float64)
+            total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
     # Every rank calls this, without gradients too: the others would wait in the all-reduce.
     dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=current_group())
     return (total if is_max else total.pow(1.0 / norm_type)).float()
 
 
-def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norm of each tensor, in fp32 or wider, by one fused call per device and dtype."""
+def _norms(grads: list[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
+    """Yield the norms of tensors, 1-D, in fp32 or wider, by one fused call per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         groups[grad.device, grad.dtype].append(grad)
-    norms: list[torch.Tensor] = []
     for (_, dtype), group in groups.items():
-        norms += torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32))
-    return norms
+        yield torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
 
 
 def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from raysharding.config import Sharding
+from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard.execution_order import last_execution_order
 from raysharding.tree import leaves, map_leaves
 
@@ -84,13 +85,31 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
         device: The target, with its index.
 
     Returns:
-        `tree` itself if nothing had to move, else a tree of the same types.
+        `tree` itself if nothing had to move, else a tree of the same types. On an accelerator, strided tensors of the
+        host come by way of page-locked memory, on a stream for copies: neither the host nor the copy waits for what the
+        current stream holds, such as the step before.
     """
 
     def moved(_: str, leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if _is_elsewhere(leaf, device) else leaf
+        if not _is_elsewhere(leaf, device):
+            return leaf
+        is_strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        if not (is_accelerator(device) and is_strided and leaf.device.type == "cpu"):
+            return leaf.to(device, non_blocking=True)
+        with device_module(device).stream(copies := _copy_stream(device)):
+            copy = (leaf if leaf.is_pinned() else leaf.pin_memory()).to(device, non_blocking=True)
+        current = device_module(device).current_stream(device)
+        current.wait_stream(copies)
+        copy.record_stream(current)  # its memory is of the other stream, which would give it out again too soon
+        return copy
 
     return map_leaves(moved, tree, leaf=PackedSequence)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    stream: torch.Stream = device_module(device).Stream(device)
+    return stream
 
 
 def _is_elsewhere(leaf: Any, device: torch.device) -> bool:

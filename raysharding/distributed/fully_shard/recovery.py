@@ -149,6 +149,8 @@ class CallProgress:
     """Progress of a call, which decides whether the module is usable after a failure."""
 
     in_optimizer = False
+    has_queued_update = False
+    """True if the update of an earlier call may not have run yet."""
 
 
 @contextmanager
@@ -158,8 +160,9 @@ def recovering(module: nn.Module) -> Iterator[CallProgress]:
     try:
         yield progress
     except BaseException as error:
-        usable = recover_after(error, module) and not progress.in_optimizer
-        mark_recovery(error, usable, torn=progress.in_optimizer)
+        usable = recover_after(error, module)  # waits for what is queued
+        torn = progress.in_optimizer or is_torn(error) or (progress.has_queued_update and not usable)
+        mark_recovery(error, usable and not torn, torn=torn)
         raise
 
 

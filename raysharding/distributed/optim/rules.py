@@ -1,29 +1,37 @@
-"""`adapt`: optimizers whose rules do not run on DTensors, or not rightly.
+"""`adapt`: optimizers whose rules do not run on DTensors, or not rightly, or not fast.
 
-Note: three kinds of rules.
-    Most of torch's rules are elementwise, and run on DTensors. Some are elementwise, but use operations that DTensor
-    lacks: they run on the local shards. Matrix-wise rules (Adafactor's means over rows and columns, Muon's
-    orthogonalization) run on whole parameters, gathered one after the other, on every rank alike. State of the shape of
-    its parameter is sharded like it in all three; other state (Adafactor's means) is equal on all ranks.
+Note: two kinds of rules.
+    Most of torch's rules are elementwise, and run on the local shards: an operation on a list of DTensors costs the
+    host several microseconds for each, where the device takes less for the update, and DTensor lacks some operations.
+    Matrix-wise rules (Adafactor's means over rows and columns, Muon's orthogonalization) run on whole parameters,
+    gathered one after the other, on every rank alike. State of the shape of its parameter is sharded like it in both;
+    other state (Adafactor's means) is equal on all ranks. Classes with a `step` of their own run on DTensors.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.fully_shard import cut, local_tensor, mesh_device, with_layout
 
 _WHOLE = frozenset({"Adafactor", "Muon"})
 """Classes, by name, with a matrix-wise rule; those of torch and transformers were tried."""
-_LOCAL = {"Rprop": "step_sizes", "SGD": "fused", "Adagrad": "fused"}
-"""Classes with an elementwise rule that DTensor cannot run → hyperparameter that is then set."""
+_ELEMENTWISE = frozenset(
+    inspect.unwrap(cls.step)
+    for cls in (
+        *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam),
+        *(optim.RMSprop, optim.Rprop, optim.SGD),
+    )
+)
+"""torch's elementwise rules: the `step` of these classes, and of subclasses that do not replace it."""
 _REFUSED = {
     "LBFGS": "it runs the loss several times in one step, and train_step runs it once: give AdamW, SGD or Adafactor",
     "SparseAdam": "it takes sparse gradients only, and FSDP reduces dense ones: give Adam or AdamW",
@@ -49,67 +57,93 @@ def adapt(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"{names[0]} is not supported: {_REFUSED[names[0]]}")
     if any(group.get("differentiable") for group in groups):
         raise ValueError(f"{names[0]}(differentiable=True) is not supported: no graph leads through an update")
-    is_odd = not _WHOLE.isdisjoint(names) or any(group.get(_LOCAL.get(name)) for group in groups for name in names)
-    if is_odd and inspect.unwrap(optimizer.step) is not _step:
+    is_whole = not _WHOLE.isdisjoint(names)
+    # A wrapper of the user's around `step` stays; one of a schedule only notes what `_step` does, too (torch 2.13).
+    is_own = getattr(optimizer.step, "_wrapped_by_lr_sched", "step" not in vars(optimizer))
+    is_elementwise = is_own and inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
+    if (is_whole or is_elementwise) and inspect.unwrap(optimizer.step) is not _step:
         # torch's wrapper runs the optimizer's hooks, once for all parameters.
-        optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(_step), optimizer)  # type: ignore[method-assign]
+        step: Any = optim.Optimizer.profile_hook_step(_step)
+        step._wrapped_by_lr_sched = True
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+@torch.no_grad()
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Run the rule of the optimizer's class on plain tensors; collective for a matrix-wise rule."""
+    optimizer._opt_called = True  # for schedules, which warn where they step first
     loss = None if closure is None else torch.enable_grad()(closure)()
-    is_whole = not _WHOLE.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
-    groups = optimizer.param_groups
+    groups, rule = optimizer.param_groups, inspect.unwrap(type(optimizer).step)
     try:
+        if rule in _ELEMENTWISE:
+            _run_on_shards(optimizer, rule)
+            return loss
         for group in groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            # One at a time: full tensors are as large as the largest parameter, not as the model.
-            for part in [[one] for one in trained] if is_whole else [trained]:
-                _run_rule(optimizer, group, part, is_whole)
+            for parameter in [one for one in group["params"] if one.grad is not None]:
+                # One at a time: full tensors are as large as the largest parameter, not as the model.
+                optimizer.param_groups = [{**group, "params": [parameter]}]
+                _run_on_full(optimizer, rule, parameter)
     finally:
         optimizer.param_groups = groups
     return loss
 
 
-@torch.no_grad()
-def _run_rule(optimizer: Any, group: dict[str, Any], parameters: Sequence[nn.Parameter], is_whole: bool) -> None:
-    """Run the rule on plain tensors in place of these parameters, and put the results back into the shards."""
-    twins = [_twin(optimizer, one, is_whole) if isinstance(one, DTensor) else one for one in parameters]
-    optimizer.param_groups = [{**group, "params": twins}]
-    inspect.unwrap(type(optimizer).step)(optimizer)
-    for parameter, twin in zip(parameters, twins, strict=True):
-        if isinstance(parameter, DTensor):
-            state = optimizer.state.pop(twin, {})
-            optimizer.state[parameter] = {name: _shard_of(one, parameter, is_whole) for name, one in state.items()}
-            local_tensor(parameter).copy_(local_tensor(_shard_of(twin, parameter, is_whole)))
+def _run_on_shards(optimizer: Any, rule: Callable[[Any], Any]) -> None:
+    """Run an elementwise rule on the local shards, in place; state that it makes is cut like its parameter."""
+    state, shards = optimizer.state, {}
+    optimizer.state, optimizer.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            group["params"] = [local_tensor(parameter) for parameter in trained]
+            for shard, parameter in zip(group["params"], trained, strict=True):
+                shards[shard] = parameter
+                shard.grad = local_tensor(parameter.grad)
+                if parameter in state:
+                    optimizer.state[shard] = {name: _local(value) for name, value in state[parameter].items()}
+        rule(optimizer)
+    finally:
+        made, optimizer.state = optimizer.state, state
+        for shard, parameter in shards.items():
+            shard.grad = None
+            for name, value in made.get(shard, {}).items():
+                if _local(state[parameter].get(name)) is not value:
+                    is_cut = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim
+                    state[parameter][name] = with_layout(value, parameter, requires_grad=False) if is_cut else value
 
 
-def _twin(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, is_whole: bool) -> nn.Parameter:
-    """Return a plain parameter with the gradient and the optimizer's state of a sharded one."""
-    twin = nn.Parameter(_plain(parameter, is_whole))
-    twin.grad = _plain(parameter.grad, is_whole)
+def _local(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _run_on_full(optimizer: Any, rule: Callable[[Any], Any], parameter: nn.Parameter) -> None:
+    """Run a matrix-wise rule on the only parameter of `param_groups` in full, and cut the results; collective."""
+    if not isinstance(parameter, DTensor):
+        rule(optimizer)
+        return
+    full = nn.Parameter(_full(parameter))
+    full.grad = _full(parameter.grad)
     if parameter in optimizer.state:
         held = optimizer.state[parameter]
-        optimizer.state[twin] = {name: _plain(value, is_whole, twin.device) for name, value in held.items()}
-    return twin
+        optimizer.state[full] = {name: _full(value, full.device) for name, value in held.items()}
+    optimizer.param_groups[0]["params"] = [full]
+    rule(optimizer)
+    state = optimizer.state.pop(full, {})
+    optimizer.state[parameter] = {name: _shard_of(value, parameter) for name, value in state.items()}
+    local_tensor(parameter).copy_(local_tensor(cut(full, parameter)))
 
 
-def _plain(value: Any, is_whole: bool, device: torch.device | None = None) -> Any:
-    """Return a DTensor in full (collective), or its local shard; other state on `device`, but for 0-dim tensors."""
-    if isinstance(value, DTensor) and is_whole:
+def _full(value: Any, device: torch.device | None = None) -> Any:
+    """Return a DTensor in full (collective); other state on `device`, but for 0-dim tensors."""
+    if isinstance(value, DTensor):
         # Shards in host memory are gathered on the device of the mesh, and the rule runs there.
         local = local_tensor(value).to(mesh_device(value.device_mesh))
         return with_layout(local, value, requires_grad=False).full_tensor()
-    if isinstance(value, DTensor):
-        return local_tensor(value)
     return value.to(device) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
-def _shard_of(value: Any, parameter: DTensor, is_whole: bool) -> Any:
-    """Undo `_plain`: what has the shape of a parameter is cut like it, what has another is equal on all ranks."""
-    local = local_tensor(parameter)
+def _shard_of(value: Any, parameter: DTensor) -> Any:
+    """Undo `_full`: what has the shape of a parameter is cut like it, what has another is equal on all ranks."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if value.shape != (parameter if is_whole else local).shape:
-        return value.to(local.device)
-    return cut(value, parameter) if is_whole else with_layout(value.detach(), parameter, requires_grad=False)
+    return cut(value, parameter) if value.shape == parameter.shape else value.to(local_tensor(parameter).device)

@@ -18,7 +18,7 @@ from raysharding.distributed.optim import learning_rate
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.losses import LossFunction, known_arguments
-from raysharding.distributed.training.step import train_step
+from raysharding.distributed.training.step import PendingStep, queue_train_step
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
 
@@ -54,7 +54,8 @@ class StepMetrics:
     """Metrics of one step on one rank."""
 
     metrics: dict[str, float]
-    """Result of `train_step`, the same on every rank. NaN, except `lr`, for a skipped batch."""
+    """Result of `train_step`, the same on every rank; `grad_norm` is NaN until the next step, or `Fit.settle`. NaN,
+    except `lr`, for a skipped batch."""
     epoch: int
     """Number of completed epochs."""
     num_rows: int
@@ -91,6 +92,7 @@ class Fit:
         known = None if module is None else known_arguments(module, [plan.loss] if plan.loss else [])
         num_parts = plan.gradient_accumulation_steps
         self.data_loader = DistributedDataLoader(plan.data, device, position, bounds, known, num_parts)
+        self._pending: PendingStep | None = None
         self.evaluation = plan.evaluation
         """The plan's evaluation, with its data opened."""
         if plan.evaluation is not None:  # raises now, not after an epoch
@@ -105,6 +107,8 @@ class Fit:
     def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepMetrics | None:
         """Take one step; collective. Return `None` at the end of the run.
 
+        On an accelerator the step is queued, and the one before it is complete; see Note [Waits] in `step.py`.
+
         Args:
             module: The sharded root module.
             optimizer: Optimizer over its parameters.
@@ -117,14 +121,34 @@ class Fit:
             EmptyBatchError: On every rank, under `on_empty="raise"`.
             Exception: As from `train_step`.
         """
+        try:
+            return self._step(module, optimizer)
+        except BaseException:
+            self.settle()  # where the step before was lost, too, its error is raised, with this one as context
+            raise
+
+    def settle(self) -> None:
+        """Wait until the last step is complete. Collective; before anything but the next step uses what it changed.
+
+        Raises:
+            RuntimeError: As from `PendingStep.read`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.read()
+
+    def _step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepMetrics | None:
         begun = time.perf_counter()
         passes = self.data_loader.next()
         wait_s = time.perf_counter() - begun
         if passes is None:
+            self.settle()
             return None
         try:
-            plan = self._plan
-            metrics = train_step(module, optimizer, passes, loss=plan.loss, max_grad_norm=plan.max_grad_norm)
+            plan, earlier = self._plan, self._pending
+            self._pending = queue_train_step(
+                module, optimizer, passes, loss=plan.loss, max_grad_norm=plan.max_grad_norm, earlier=earlier
+            )
         except Exception as error:
             is_empty = isinstance(error, EmptyBatchError) and is_recoverable(error)
             if not is_empty or self._plan.on_empty == "raise":
@@ -136,6 +160,7 @@ class Fit:
             self.data_loader.advance()
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}
             return StepMetrics(nothing, self.position.epoch, 0, 0, wait_s, str(error))
+        metrics = self._pending.metrics
         self.data_loader.advance(metrics["loss"])
         own = [one for part in passes for one in part if not one.is_dummy]
         num_rows, num_tokens = sum(one.num_rows or 0 for one in own), sum(map(_num_tokens, own))

@@ -6,6 +6,14 @@ Each term of the loss of several batches is the sum of its N over all, divided b
 later batches are unknown at the first backward: all gradients are made with the first batch's counts, and multiplied
 before the update by their share. Terms whose shares differ need all counts first: `train_step` runs the losses of later
 parts once without a graph.
+
+Note [Waits]: what the host of an accelerator waits for in a step.
+    The sums and counts of the loss are copied to the host before the backward is queued, and read after it: the host
+    decides about the update (a batch without counted items, terms that differ, a schedule that looks at the loss) while
+    the device runs the backward. Norm, clipping and update are queued without a wait, so the device does not idle
+    between them. The norm comes last: `train_step` waits for it, and `Fit` once the next step's backward is queued.
+    A rank that dies in the backward leaves the others' updates queued behind a collective that does not end, and that
+    an abort may let run: an error before the norm was read leaves weights that nobody may use (`is_torn`).
 """
 
 from __future__ import annotations
@@ -19,13 +27,14 @@ import torch
 from torch import nn
 
 from raysharding.batch import RankBatch, Split
-from raysharding.distributed.comm import all_gather_ints, get_rank, get_world_size, to_host
+from raysharding.distributed.comm import HostCopy, all_gather_ints, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     clip_grad_norm_,
     drop_unreduced_gradients,
     finish_backward,
     gradient_sync,
+    mark_recovery,
     module_mode,
     over_ranks_of,
     recovering,
@@ -46,11 +55,46 @@ _SAME_RATIO = 1e-9
 """Largest difference of shares that are the same: of quotients of whole numbers in fp64."""
 
 
+class PendingStep:
+    """An update that is queued, and its metrics, the same on every rank. See Note [Waits]."""
+
+    def __init__(self, metrics: dict[str, float], grad_norm: HostCopy) -> None:
+        """Start to wait.
+
+        Args:
+            metrics: Metrics that are known.
+            grad_norm: The gradient norm.
+        """
+        self.metrics = metrics
+        """`grad_norm` is NaN until `read`."""
+        self._grad_norm: HostCopy | None = grad_norm
+
+    def read(self) -> dict[str, float]:
+        """Wait until the gradients were reduced, and return all metrics. Idempotent.
+
+        Raises:
+            RuntimeError: A device or another rank failed. Weights and optimizer are not to be used (`is_torn`).
+        """
+        copy, self._grad_norm = self._grad_norm, None
+        if copy is not None:
+            try:
+                self.metrics["grad_norm"] = float(copy.result())
+            except BaseException as error:
+                mark_recovery(error, usable=False, torn=True)
+                raise
+        return self.metrics
+
+
 class Accumulation:
     """Losses since the last update, or of an evaluation. The same on every rank."""
 
-    def __init__(self) -> None:
-        """Start without passes."""
+    def __init__(self, earlier: PendingStep | None = None) -> None:
+        """Start without passes.
+
+        Args:
+            earlier: The step before, which is read once a backward is queued behind it. Default: none that is unread.
+        """
+        self.earlier = earlier
         self.num_passes = 0
         self.is_reduced = True
         self.counts: torch.Tensor | None = None
@@ -95,9 +139,10 @@ class Accumulation:
             ValueError: On every rank, if factors or constants differ over the ranks or passes, or a count is negative.
         """
         self._check_names(loss)
-        told = [loss.differs[None], loss.is_sum, loss.sums, loss.counts, loss.factors, loss.constant[None]]
-        # Behind the backward: one wait for the device in a pass.
-        found, num_terms = to_host(torch.cat(told)), len(loss.names)
+        if self.earlier is not None:
+            self.earlier.read()  # first, as on the stream: an error is then that of the step that it came in
+            self.earlier = None
+        found, num_terms = loss.numbers.result(), len(loss.names)
         differs, is_sum, sums, counts, fixed = found.split([1, num_terms, num_terms, num_terms, num_terms + 1])
         if differs or (self.num_passes and not torch.equal(fixed, self._fixed)):
             where = "over the ranks" if differs else "between the parts of one update"
@@ -212,13 +257,40 @@ def train_step(
         Exception: Any error of the model, the loss or the optimizer. If all ranks raise the same, the module has been
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
+    return queue_train_step(
+        module,
+        optimizer,
+        batch,
+        loss=loss,
+        max_grad_norm=max_grad_norm,
+        training=training,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    ).read()
+
+
+@over_ranks_of("module")
+def queue_train_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: RankBatch | Mapping[str, Any] | Passes,
+    *,
+    loss: LossFunction | None = None,
+    max_grad_norm: float | None = None,
+    training: bool = True,
+    gradient_accumulation_steps: int = 1,
+    earlier: PendingStep | None = None,
+) -> PendingStep:
+    """As `train_step`, without a wait for the update; see Note [Waits]. Collective.
+
+    The step before, `earlier`, is read once the backward is queued.
+    """
     check_max_grad_norm(max_grad_norm)
     if isinstance(batch, list):
         passes = batch
     else:
         passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step", loss)
     all_passes = [one for part in passes for one in part]
-    done = Accumulation()
+    done = Accumulation(earlier)
     zero_grad(module, optimizer)
     for index, one in enumerate(all_passes):
         _run_pass(
@@ -231,7 +303,7 @@ def train_step(
             may_be_empty=len(all_passes) > 1,
             later=all_passes[index + 1 :],
         )
-    return optim_step(module, optimizer, done, max_grad_norm=max_grad_norm)
+    return _queue_update(module, optimizer, done, max_grad_norm)
 
 
 def _rank_batch(batch: RankBatch | Mapping[str, Any]) -> RankBatch:
@@ -325,7 +397,8 @@ def _run_pass(
 ) -> float:
     """As `forward_backward`, for a part of a batch that `later` parts follow."""
     module = unwrapped(module)
-    with recovering(module), module_mode(module, training=training):
+    with recovering(module) as progress, module_mode(module, training=training):
+        progress.has_queued_update = done.earlier is not None
         if not done.num_passes:
             reshard(module)  # gradients belong to the shards
             _refuse_float16(module)
@@ -406,6 +479,13 @@ def optim_step(
         Exception: Any error of the optimizer. See `train_step`.
     """
     check_max_grad_norm(max_grad_norm)
+    return _queue_update(module, optimizer, done, max_grad_norm).read()
+
+
+def _queue_update(
+    module: nn.Module, optimizer: torch.optim.Optimizer, done: Accumulation, max_grad_norm: float | None
+) -> PendingStep:
+    """As `optim_step`, without a wait for the update."""
     adapt(optimizer)
     module = unwrapped(module)
     with recovering(module) as progress:
@@ -413,12 +493,13 @@ def optim_step(
         loss = done.loss() if done.num_passes else None
         check_schedule_has_loss(optimizer, loss)
         # The all-reduce completes on no rank before all ranks have reached it: after an earlier failure or death of a
-        # rank, no other rank is updated.
-        grad_norm = float(to_host(clip_grad_norm_(module, max_grad_norm)))
+        # rank, no other rank is updated, but by an abort.
+        grad_norm = HostCopy(clip_grad_norm_(module, max_grad_norm))
         progress.in_optimizer = True
         optimizer.step()
         rate = step_schedule(optimizer, loss)
-    return {**({} if loss is None else {"loss": loss}), "grad_norm": grad_norm, **rate}
+    known = {} if loss is None else {"loss": loss}
+    return PendingStep({**known, "grad_norm": math.nan, **rate}, grad_norm)
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

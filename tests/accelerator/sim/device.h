@@ -4,8 +4,9 @@
 // runs tasks one after the other, and a copy between pinned and device memory returns before it has run. A program that
 // forgets to wait reads old bytes, for certain if copies are delayed (`set_copy_delay_us`).
 //
-// Kernels other than copies and collectives block the host until they have run: `at::native::cpu_fallback` copies their
-// inputs to the host on the current stream, and their results back.
+// Kernels go to the current stream, too, if the shapes of their results do not depend on data, and they draw no random
+// numbers. Others block the host until they have run: `at::native::cpu_fallback` copies their inputs to the host on the
+// current stream, and their results back.
 //
 // streams.h: streams. device.cpp: devices, events, guard. memory.cpp: device and pinned memory. kernels.cpp: operators.
 // collectives.cpp: the backend `simccl`. module.cpp: what Python sees.

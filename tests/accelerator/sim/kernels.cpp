@@ -23,6 +23,11 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
 
 namespace {
 
+struct InKernel {
+  bool before = std::exchange(in_kernel, true);
+  ~InKernel() { in_kernel = before; }
+};
+
 at::Tensor empty(
     at::IntArrayRef size,
     std::optional<at::ScalarType> dtype,
@@ -60,6 +65,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const at::Tensor& on_device = target.is_privateuseone() ? target : source;
   c10::DeviceGuard guard(on_device.device());
   Queue& queue = current_queue(on_device.device().index());
+  counts.launches += !in_kernel;
   if (source.device() == target.device()) {
     queue.push([from = as_cpu(source), to = as_cpu(target)]() mutable { to.copy_(from); });
     return target;
@@ -74,7 +80,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     return target;
   }
   if (other.is_privateuseone()) {
-    synchronize(current_queue(other.device().index()));
+    Queue& source_queue = current_queue(other.device().index());
+    source_queue.wait_as_stream(source_queue.pushed());
   }
   // Copied to a layout that both sides have here, on the host: one that a user could not see on a GPU.
   synchronize(queue);
@@ -106,7 +113,8 @@ at::Tensor as_strided(
 const at::Tensor& resize_(
     const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
-  synchronize(current_queue(self.device().index()));
+  Queue& queue = current_queue(self.device().index());
+  queue.wait_as_stream(queue.pushed());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
@@ -175,6 +183,10 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, co
   return at::histc(self.cpu().to(at::kDouble), bins, low, high).to(self.scalar_type()).to(self.device());
 }
 
+void record_stream_of(at::Tensor& self, c10::Stream stream) {
+  record_stream(self.storage().data_ptr(), stream);
+}
+
 // Lets `parameter.data = other` change the device, as for the devices in torch's own tree.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   auto is_ours = [](const at::Tensor& tensor) {
@@ -228,11 +240,174 @@ SimGenerator& generator_of(const torch::jit::Stack& stack) {
   return *at::globalContext().defaultGenerator(device_at(index)).get<SimGenerator>();
 }
 
+using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
+
+c10::IValue mapped(const c10::IValue& value, const TensorMap& map) {
+  if (value.isTensor()) {
+    return map(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      all.push_back(map(tensor));
+    }
+    return all;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      all.push_back(tensor.has_value() ? std::optional(map(*tensor)) : std::nullopt);
+    }
+    return all;
+  }
+  return value;
+}
+
+// True if a kernel can go to a stream: the shapes of its results are known, and nothing but data is passed.
+bool can_queue(const c10::FunctionSchema& schema, c10::ArrayRef<at::Tag> tags, const torch::jit::Stack& stack) {
+  static const std::set<at::Tag> kDepends{
+      at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output, at::Tag::dynamic_output_shape};
+  if (std::any_of(tags.begin(), tags.end(), [](at::Tag tag) { return kDepends.count(tag) != 0; })) {
+    return false;
+  }
+  bool has_device = false;
+  bool is_plain = true;
+  for (size_t index = 0; index < schema.arguments().size(); ++index) {
+    const c10::Argument& argument = schema.arguments()[index];
+    is_plain = is_plain && argument.name() != "generator";
+    mapped(stack[stack.size() - schema.arguments().size() + index], [&](const at::Tensor& tensor) {
+      if (tensor.defined()) {
+        has_device = has_device || tensor.is_privateuseone();
+        is_plain = is_plain && !tensor.is_conj() && !tensor.is_neg() && tensor.layout() == at::kStrided &&
+            (tensor.is_privateuseone() || tensor.dim() == 0);
+      }
+      return tensor;
+    });
+  }
+  for (const auto& result : schema.returns()) {
+    is_plain = is_plain && (result.alias_info() == nullptr || result.alias_info()->isWrite());
+  }
+  return has_device && is_plain;
+}
+
+// The argument that a result is, of an operator that works in place.
+std::optional<size_t> written(const c10::FunctionSchema& schema, const c10::Argument& result) {
+  for (size_t index = 0; result.alias_info() != nullptr && index < schema.arguments().size(); ++index) {
+    const auto* alias = schema.arguments()[index].alias_info();
+    if (alias != nullptr && alias->beforeSets() == result.alias_info()->beforeSets()) {
+      return index;
+    }
+  }
+  return std::nullopt;
+}
+
+// Puts a kernel on the current stream, as a GPU does, and returns before it has run. False if this cannot be.
+bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const auto& schema = op.schema();
+  if (!can_queue(schema, op.getTags(), stack)) {
+    return false;
+  }
+  const size_t first = stack.size() - schema.arguments().size();
+  auto device = device_at(current_device());
+  torch::jit::Stack shapes;
+  torch::jit::Stack locals;
+  for (size_t index = first; index < stack.size(); ++index) {
+    shapes.push_back(mapped(stack[index], [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || !tensor.is_privateuseone()) {
+        return tensor;
+      }
+      device = tensor.device();
+      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+    }));
+    const bool is_out = schema.arguments()[index - first].is_out();
+    // Numbers of the host are those of this moment. What only receives a result is copied to, as if it were new.
+    locals.push_back(mapped(stack[index], [is_out](const at::Tensor& tensor) {
+      if (!tensor.defined() || !tensor.is_privateuseone()) {
+        return tensor.defined() ? tensor.clone() : tensor;
+      }
+      return is_out ? at::empty({0}, tensor.options().device(c10::kCPU)) : as_cpu(tensor);
+    }));
+  }
+  torch::jit::Stack results;
+  std::vector<bool> is_new;
+  std::vector<bool> is_copied;
+  for (const auto& result : schema.returns()) {
+    auto argument = written(schema, result);
+    is_new.push_back(!argument.has_value());
+    is_copied.push_back(is_new.back() || schema.arguments()[*argument].is_out());
+    results.push_back(argument.has_value() ? stack[first + *argument] : c10::IValue());
+  }
+  bool has_out = std::any_of(
+      schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& one) { return one.is_out(); });
+  if (has_out || std::count(is_new.begin(), is_new.end(), true) > 0) {
+    try {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+    } catch (const c10::Error&) { // no such kernel: this operator blocks
+      return false;
+    }
+    for (size_t index = 0; index < results.size(); ++index) {
+      const auto& shape = shapes[shapes.size() - results.size() + index];
+      if (!is_new[index]) {
+        if (shape.isTensor() && shape.toTensor().sizes() != results[index].toTensor().sizes()) {
+          return false; // the kernel is to resize what it writes to
+        }
+        continue;
+      }
+      if (!shape.isTensor() && !shape.isTensorList()) {
+        return false;
+      }
+      results[index] = mapped(shape, [&](const at::Tensor& like) {
+        return like.defined() ? at::empty_strided(like.sizes(), like.strides(), like.options().device(device)) : like;
+      });
+    }
+  }
+  torch::jit::Stack targets;
+  for (size_t index = 0; index < results.size(); ++index) {
+    targets.push_back(mapped(results[index], [](const at::Tensor& tensor) {
+      return tensor.defined() ? as_cpu(tensor) : tensor;
+    }));
+  }
+  current_queue(device.index()).push([op, is_copied, locals = std::move(locals), targets]() mutable {
+    try {
+      op.callBoxed(&locals);
+    } catch (c10::Error& error) {
+      if (is_out_of_range(error)) {
+        die(c10::str(" in ", op.schema().name(), ": ", error.what_without_backtrace()));
+      }
+      error.add_context("in the kernel " + op.schema().name()); // the host raises it where it waits
+      throw;
+    }
+    for (size_t index = 0; index < targets.size(); ++index) {
+      std::vector<at::Tensor> found;
+      auto take = [&](const at::Tensor& tensor) {
+        found.push_back(tensor);
+        return tensor;
+      };
+      mapped(locals[index], take);
+      size_t next = 0;
+      mapped(targets[index], [&](const at::Tensor& target) {
+        const at::Tensor& value = found.at(next++);
+        if (is_copied[index] && target.defined() && value.defined() && value.numel() > 0) { // some of the CPU's are empty
+          at::Tensor(target).copy_(value);
+        }
+        return target;
+      });
+    }
+  });
+  torch::jit::drop(stack, schema.arguments().size());
+  stack.insert(stack.end(), results.begin(), results.end());
+  return true;
+}
+
 // Runs an operator on the CPU. Random numbers come from the device's generator, and an index that is out of range is
 // not an error of the host: it kills the device, as CUDA's assert in a kernel does.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   touch(current_device());
   check_devices(op, *stack);
+  counts.launches += !in_kernel;
+  if (queue_kernel(op, *stack)) {
+    return;
+  }
   const auto& arguments = op.schema().arguments();
   bool takes_generator = false;
   at::Generator cpu = at::detail::getDefaultCPUGenerator();
@@ -251,6 +426,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (is_random) {
     cpu.set_state(mine.cpu.get_state());
   }
+  InKernel inside;
   try {
     at::native::cpu_fallback(op, stack);
   } catch (const c10::Error& error) {
@@ -285,6 +461,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("histc", histc);
+  m.impl("record_stream", record_stream_of);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }

@@ -15,6 +15,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &sim::synchronize_device, py::call_guard<py::gil_scoped_release>());
   m.def("set_copy_delay_us", [](int64_t us) { sim::copy_delay_us = us; });
   m.def("set_collective_delay_us", [](int64_t us) { sim::collective_delay_us = us; });
+  m.def("counts", [] {
+    return std::map<std::string, int64_t>{
+        {"launches", sim::counts.launches}, {"waits", sim::counts.waits}, {"drains", sim::counts.drains}};
+  });
   m.def("is_dead", &sim::is_dead);
   m.def("set_limit", [](c10::DeviceIndex index, std::optional<size_t> bytes) {
     devices().at(index).limit = bytes.value_or(sim::kNoLimit);

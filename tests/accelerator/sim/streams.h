@@ -16,6 +16,15 @@ namespace sim {
 inline std::atomic<int64_t> copy_delay_us{0};
 inline std::atomic<int64_t> collective_delay_us{0};
 
+// What the host has done since the process began.
+struct Counts {
+  std::atomic<int64_t> launches{0}; // kernels, and copies of a device
+  std::atomic<int64_t> waits{0}; // for a stream
+  std::atomic<int64_t> drains{0}; // waits for all that a stream then held: what follows finds it idle
+};
+inline Counts counts;
+inline thread_local bool in_kernel = false; // one that blocks, by copies and waits that no GPU's kernel has
+
 inline void delay(int64_t us) {
   std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
@@ -50,6 +59,8 @@ class Queue {
   // Blocks the calling thread until a task has run. An error of this stream is raised by the first host that waits.
   void wait(uint64_t position) {
     std::unique_lock<std::mutex> lock(mutex_);
+    counts.waits += !in_kernel;
+    counts.drains += !in_kernel && position == pushed_;
     changed_.wait(lock, [&] { return done_ >= position; });
     if (error_) {
       std::rethrow_exception(std::exchange(error_, nullptr));

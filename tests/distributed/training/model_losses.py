@@ -157,7 +157,9 @@ def _distance(module: Any, twin: Any) -> float:
 
 def _own_terms(model: Any, batch: Batch, loss: Any) -> str:
     """Compare the rest of a loss with that of the same model that adds no terms of its own."""
-    means = loss.factors * loss.sums / torch.where(loss.is_sum, 1.0, loss.counts)
+    number = len(loss.names)
+    _, _, sums, _, factors, _ = loss.numbers.result().split([1, number, number, number, number, 1])
+    means = factors * sums / torch.where(loss.is_sum, 1.0, loss.counts)
     have = sum(float(mean) for mean, name in zip(means, loss.names, strict=True) if not _OWN.search(name))
     plain = copy.deepcopy(model)
     _add_router_loss(plain, False)

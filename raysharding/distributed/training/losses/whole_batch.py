@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, all_gather_json, current_group, get_rank, to_host
+from raysharding.distributed.comm import (
+    HostCopy,
+    all_gather_ints,
+    all_gather_json,
+    current_group,
+    get_rank,
+    to_host,
+)
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
 from raysharding.distributed.training.losses.calls import LossFunction, call_model, is_compiled, loss_of
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
@@ -45,16 +52,12 @@ class BatchLoss:
     """Names of the terms, the same on every rank."""
     is_sum: torch.Tensor
     """Bool, one a term: True for a sum, which has no count."""
-    sums: torch.Tensor
-    """N over all ranks, one a term."""
     counts: torch.Tensor
     """D over all ranks, one a term; 0 for a sum."""
-    factors: torch.Tensor
-    """One a term."""
-    constant: torch.Tensor
-    """0-dim: what is added to the terms."""
-    differs: torch.Tensor
-    """0-dim bool: factors or constants are not equal on all ranks."""
+    numbers: HostCopy
+    """fp64: whether factors or constants differ over the ranks, then for each term `is_sum`, N over all ranks, `counts`
+    and its factor, then what is added to the terms. Queued before a backward, which runs while the host waits for it.
+    """
     roots: tuple[torch.Tensor, ...]
     """What backward starts from: the loss, or the sums of the pairs."""
     terms: tuple[Term, ...]
@@ -311,15 +314,14 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     # A dummy row has factors of its own, and does not count.
     counting = batch.rows if any(batch.rows) else (1,) * len(table)
     told = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
+    sums, counts = table[:, : 2 * num_terms].sum(0).split(num_terms)
+    differs = (torch.stack(told) != told[0]).any()
     return BatchLoss(
         output=None if recorded.with_backward else recorded.output,
         names=tuple(term.name for term in terms),
         is_sum=is_sum,
-        sums=table[:, :num_terms].sum(0),
-        counts=table[:, num_terms : 2 * num_terms].sum(0),
-        factors=told[0][:num_terms],
-        constant=told[0][num_terms],
-        differs=(torch.stack(told) != told[0]).any(),
+        counts=counts,
+        numbers=HostCopy(torch.cat([differs[None], is_sum, sums, counts, told[0][: num_terms + 1]])),
         roots=roots,
         terms=tuple(terms),
         shares=shares,
