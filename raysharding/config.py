@@ -349,11 +349,11 @@ class Placement:
     """CPUs reserved for each rank; also the number of torch threads in a CPU rank, unless the runtime environment's
     `env_vars` set OMP_NUM_THREADS. Default 1."""
     gpus_per_rank: float = 1.0
-    """Part of a GPU that Ray reserves for each rank: at most 1, the default. With 0.5, two ranks share a GPU: two of one
-    group, which needs NCCL 2.30, or one each of two groups. Ray fills one GPU before the next: for two groups with one
-    rank on each GPU, make the group with more than half first, such as 0.6, then the one with 0.4, and give world_size
-    to both. Memory is not divided: what a rank takes, the others of the GPU lack. No effect where ranks run on CPUs
-    because the cluster has no GPU."""
+    """Part of a GPU that Ray reserves for each rank, at most 1. With 0.5, two ranks share a GPU: two of one group, for
+    which NCCL must be 2.30 or newer, or one each of two groups. Ray fills one GPU before the next: for two groups with
+    one rank on each GPU, make the group with more than half first, such as 0.6, then the one with 0.4, and give
+    `world_size` to both. Memory is not divided: what a rank takes, the others of its GPU lack. No effect where ranks
+    run on CPUs because the cluster has no GPU. Default 1."""
     labels: Mapping[str, str] | None = None
     """Labels that every rank's node must have. Default: any node."""
     runtime_env: Mapping[str, Any] | None = None

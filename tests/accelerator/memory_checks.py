@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,31 @@ def check_out_of_memory_in_a_step(path: Path) -> None:
         group.set_optimizer(torch.optim.AdamW, lr=1e-4)
         losses = [group.train_step(Split(rows), **step)["loss"] for _ in range(3)]
         assert losses[2] < losses[0], losses
+
+
+def check_out_of_memory_on_a_shared_device(path: Path) -> None:
+    """Of two ranks on one device, the one that had no memory left is named, and no other; the group stays ready."""
+    path = path.with_name("layers.safetensors")
+    save_file(make_layers().state_dict(), path)
+    rows = torch.randn(8, 512)
+    with group_of(path, placement=replace(PLACEMENT, gpus_per_rank=0.5)) as group:
+        assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0"]
+        expected = group.forward(Split(rows))
+        for rank in (1, 0):
+            group.call(limit_rank, rank)
+            with pytest.raises(GroupError, match="OutOfMemoryError") as caught:
+                group.forward(Split(rows))
+            assert caught.value.primary is not None
+            assert (caught.value.primary.rank, caught.value.primary.kind) == (rank, "raised")
+            assert group.state.value == "ready"
+            group.call(limit_memory, None)
+            assert torch.equal(group.forward(Split(rows)), expected)
+
+
+def limit_rank(rank: int) -> None:
+    """Leave one rank no memory."""
+    if torch.distributed.get_rank() == rank:
+        limit_memory(0)
 
 
 def check_plan_and_preflight(path: Path) -> None:

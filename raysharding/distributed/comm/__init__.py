@@ -29,7 +29,6 @@ from raysharding.distributed.comm.device import (
     passes_shared_device,
     set_current_device,
     share_device,
-    why_unshareable,
 )
 from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh, mesh_group
 from raysharding.distributed.comm.json_collectives import (

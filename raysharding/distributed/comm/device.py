@@ -40,19 +40,19 @@ def device_uuid(device: torch.device) -> str | None:
 
 def share_device(device: torch.device) -> None:
     """Let NCCL make communicators with several ranks on one GPU, unless the user forbids it; before its first one."""
-    if _uses_nccl(device) and torch.cuda.nccl.version() >= _MULTI_RANK_SINCE:
+    if (nccl_version(device) or (0,)) >= _MULTI_RANK_SINCE:
         os.environ.setdefault(_MULTI_RANK, "1")
 
 
-def why_unshareable(device: torch.device) -> str | None:
+def why_unshareable(version: tuple[int, ...] | None) -> str | None:
     """Return why this process cannot be in a communicator with several ranks on one device; `None` if it can.
 
-    Only NCCL is known to refuse: of other backends the answer is `None`.
+    Args:
+        version: From `nccl_version`. Only NCCL is known to refuse: of other backends the answer is `None`.
     """
-    if not _uses_nccl(device):
+    if version is None:
         return None
     cure = "give each rank a whole GPU (Placement(gpus_per_rank=1)), or device='cpu'"
-    version = torch.cuda.nccl.version()
     if version < _MULTI_RANK_SINCE:
         found = ".".join(map(str, version))
         return f"NCCL {found} refuses that, 2.30 does not: install a newer nvidia-nccl package, or {cure}"
@@ -63,11 +63,16 @@ def why_unshareable(device: torch.device) -> str | None:
 
 def passes_shared_device(device: torch.device) -> bool:
     """Return True if messages between two ranks on one device can go through the device; of NCCL alone it is known."""
-    return _uses_nccl(device) and why_unshareable(device) is None
+    version = nccl_version(device)
+    return version is not None and why_unshareable(version) is None
 
 
-def _uses_nccl(device: torch.device) -> bool:
-    return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
+def nccl_version(device: torch.device) -> tuple[int, ...] | None:
+    """Return the version of NCCL in this process; `None` for a device whose collectives are not NCCL's."""
+    if dist.Backend.default_device_backend_map.get(device.type) != "nccl":
+        return None
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return version
 
 
 def is_available(device_type: str) -> bool:

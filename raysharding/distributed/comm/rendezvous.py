@@ -38,7 +38,7 @@ from torch.distributed import (
 )
 
 from raysharding.distributed.comm.abort import nobody_connects_later
-from raysharding.distributed.comm.device import backends_of, device_uuid, is_accelerator, why_unshareable
+from raysharding.distributed.comm.device import backends_of, device_uuid, is_accelerator, nccl_version, why_unshareable
 from raysharding.errors import RendezvousError
 
 _BACKLOG = 2048
@@ -243,7 +243,9 @@ def join_process_group(
     store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
     with listen_as_gloo(rank, node_ip) as listener:
-        on_device = (device_uuid(device), why_unshareable(device)) if is_accelerator(device) else (None, None)
+        on_device = (
+            (device_uuid(device), why_unshareable(nccl_version(device))) if is_accelerator(device) else (None, None)
+        )
         value = (*listener.getsockname()[:2], *on_device)
         arrived = _await_ranks(store, address, rank, world_size, value, rendezvous_s)
         # Before the device's backend is made: NCCL would refuse on some ranks, and the others would wait for them.
