@@ -54,7 +54,7 @@ def join(folder: Path, number: int, index: int, why: str | None) -> None:
     while not file.exists() and time.monotonic() < until:
         time.sleep(0.01)
     port, prefix = file.read_text().split()
-    rendezvous.why_unshareable = lambda version: why  # type: ignore[attr-defined]  # as that NCCL would say
+    rendezvous.why_unshareable = lambda version: why  # as that NCCL would say
     join_process_group(
         rendezvous.StoreAddress("127.0.0.1", int(port), prefix),
         rank=rank,
