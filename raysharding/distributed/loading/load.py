@@ -22,7 +22,7 @@ from raysharding.checkpoint import Checkpoint, FileReader
 from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -54,7 +54,6 @@ from raysharding.distributed.transfer import (
     BucketTransport,
     LocalShards,
     MemoryPeak,
-    ReadThreads,
     Routes,
     Scatter,
     SharedRings,
@@ -71,7 +70,10 @@ from raysharding.gc_pause import paused_gc
 from raysharding.models import name_base
 
 READ_THREADS = 4
-"""Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
+"""Threads that read, of all readers of a host: a disk of several GB/s and the page cache need more than one. An
+accelerator takes more than these read: there as many as this process may use cores."""
+MAX_READ_THREADS = 16
+"""Most threads of one rank that read for an accelerator."""
 
 _log = logging.getLogger("raysharding")
 
@@ -275,6 +277,16 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: Sha
     return ring
 
 
+def _num_threads(context: LoadContext, plan: LoadPlan) -> int:
+    """Return how many threads of this rank read."""
+    if not plan.files:
+        return 1  # a state dict's items are accessed one after the other
+    if is_remote(plan.files[0].path):
+        return READ_THREADS  # a store needs several requests in flight per rank
+    cores = len(os.sched_getaffinity(0)) if is_accelerator(context.device) else 0
+    return max(1, min(MAX_READ_THREADS, max(READ_THREADS, cores) // plan.read_plan.readers_per_host))
+
+
 def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:
     """Run the stream from the source that this rank has.
 
@@ -283,15 +295,11 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     """
     if plan.files is None:
         return stream.run(None), 0
-    num_threads = READ_THREADS // len(plan.read_plan.readers)  # many readers keep a machine busy as it is
-    if plan.files and is_remote(plan.files[0].path):
-        num_threads = READ_THREADS  # a store needs several requests in flight per rank
-    with FileReader(plan.files) as reader, ExitStack() as stack:
-        threads = stack.enter_context(ReadThreads(num_threads))
+    with FileReader(plan.files) as reader:
         targets = plan.match.keys.targets if plan.match is not None else {}
         cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, threads)
-        error = stream.run(source)
+        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums)
+        error = stream.run(source, _num_threads(context, plan))
         if error is None:
             try:
                 reader.verify_unchanged()

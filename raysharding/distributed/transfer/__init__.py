@@ -51,7 +51,7 @@ from raysharding.distributed.transfer.sources import (
     CheckpointSource,
     Extent,
     Extents,
-    ReadThreads,
+    Job,
     Request,
     TensorSource,
     as_bytes,
