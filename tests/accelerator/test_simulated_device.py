@@ -19,6 +19,7 @@ from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.fully_shard import local_tensor
+from raysharding.distributed.loading import load
 from raysharding.distributed.saving import save
 from raysharding.distributed.transfer import sources
 from raysharding.distributed.transfer.stream import ReadAhead
@@ -253,7 +254,7 @@ def loaded_and_saved(root: Path, mutate: Callable[[], None]) -> None:
         load_extension().set_collective_delay_us(3 * DELAY_US)
         load_extension().set_copy_delay_us(0)
     path = root / "model.safetensors"
-    sources.JOB_BYTES = 4096  # several threads read each bucket
+    sources.JOB_BYTES = load.JOB_BYTES = 4096  # several threads read each bucket
     rows = {name: full.chunk(dist.get_world_size())[dist.get_rank()] for name, full in load_file(path).items()}
     for transport in ("local", "broadcast", "scatter"):
         module = shard_module(build_module(make_model, open_checkpoint(path), None), init_mesh("sim"))

@@ -49,6 +49,7 @@ from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
+    JOB_BYTES,
     Broadcast,
     BucketStream,
     BucketTransport,
@@ -277,14 +278,10 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: Sha
     return ring
 
 
-def _num_threads(context: LoadContext, plan: LoadPlan) -> int:
-    """Return how many threads of this rank read."""
-    if not plan.files:
-        return 1  # a state dict's items are accessed one after the other
-    if is_remote(plan.files[0].path):
-        return READ_THREADS  # a store needs several requests in flight per rank
-    cores = len(os.sched_getaffinity(0)) if is_accelerator(context.device) else 0
-    return max(1, min(MAX_READ_THREADS, max(READ_THREADS, cores) // plan.read_plan.readers_per_host))
+def read_threads(device: torch.device, readers_per_host: int) -> int:
+    """Return how many threads of a rank read local files."""
+    cores = len(os.sched_getaffinity(0)) if is_accelerator(device) else 0
+    return max(1, min(MAX_READ_THREADS, max(READ_THREADS, cores) // readers_per_host))
 
 
 def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:
@@ -295,11 +292,17 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     """
     if plan.files is None:
         return stream.run(None), 0
+    num_threads = read_threads(context.device, plan.read_plan.readers_per_host)
+    if not plan.files:
+        num_threads = 1  # a state dict's items are accessed one after the other
+    elif is_remote(plan.files[0].path):
+        num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader:
         targets = plan.match.keys.targets if plan.match is not None else {}
         cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums)
-        error = stream.run(source, _num_threads(context, plan))
+        piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
+        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, piece_bytes)
+        error = stream.run(source, num_threads)
         if error is None:
             try:
                 reader.verify_unchanged()

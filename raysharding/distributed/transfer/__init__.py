@@ -47,6 +47,7 @@ from raysharding.distributed.transfer.shared_memory import (
     share_rings,
 )
 from raysharding.distributed.transfer.sources import (
+    JOB_BYTES,
     REMOTE_GAP_BYTES,
     CheckpointSource,
     Extent,

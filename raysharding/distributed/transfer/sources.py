@@ -28,8 +28,11 @@ Job = Callable[[], None]
 """Reads a part of what was requested; jobs of one source run at once unless it says otherwise."""
 
 JOB_BYTES = 4 << 20
-"""Bytes per job: a longer range of a local file is read in pieces, and a job of several ranges ends when it reaches
-this. So the threads end a bucket at about the same time, and what a thread read is in the cache when it is copied."""
+"""Bytes per job of several ranges, which ends when it reaches this. For an accelerator, longer ranges of a local file
+are read in pieces of this size: many threads share a bucket, and what one has read is in the cache when it is copied.
+"""
+PIECE_BYTES = 16 << 20
+"""A longer range of a local file is read in pieces, so that a slow disk reports progress."""
 LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
 """Ranges of a remote file that are closer than this are read by one request, including the gap, because a request takes
@@ -245,6 +248,8 @@ class CheckpointSource(TensorSource):
     """Reads the files."""
     checksums: Checksums | None = None
     """Receives all bytes that are read."""
+    piece_bytes: int | None = None
+    """Longest range of a local file that a job reads at once. Default: `PIECE_BYTES`."""
 
     def __post_init__(self) -> None:
         self._remote = [is_remote(file.path) for file in self.reader.files]
@@ -270,7 +275,7 @@ class CheckpointSource(TensorSource):
 
     def _pieces(self, extent: Extent, part: Request) -> Iterator[_Piece]:
         size = extent.dtype.itemsize
-        step = part.stop - part.start if self._remote[extent.file] else JOB_BYTES // size
+        step = part.stop - part.start if self._remote[extent.file] else (self.piece_bytes or PIECE_BYTES) // size
         for start in range(part.start, part.stop, step):
             own = part.part(start, min(start + step, part.stop))
             yield _Piece(extent.file, extent.offset + (start - extent.start) * size, own, extent)

@@ -33,7 +33,7 @@ def check_a_slow_disk(root: Path) -> None:
     told: list[int] = []
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(FileReader, "read_ranges", slow)
-        changed.setattr(source, "JOB_BYTES", 2 << 10)
+        changed.setattr(source, "PIECE_BYTES", 2 << 10)
         changed.setattr(read_ahead, "_LOOK_S", 0.1)  # most looks find nothing new
         report = load_checkpoint(
             sharded(root / ODD),
@@ -61,7 +61,7 @@ def check_threads_end_after_a_stall(root: Path) -> None:
         changed.setattr(read_ahead, "_END_S", 0.1)
         with pytest.raises(TimeoutError, match="nothing was read"):
             load_checkpoint(sharded(root / ODD), root / ODD, loading=Loading("local"), stall_s=0.5)
-        assert {thread.name for thread in threading.enumerate()} >= {"raysharding-read"}, "it waits for the disk"
+        assert {thread.name for thread in threading.enumerate()} >= {"raysharding-read-ahead"}, "it waits for the disk"
         answers.set()
         until = time.monotonic() + 20.0
         while left := set(threading.enumerate()) - before:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     offset = checkpoint.tensors["values"].offset
     extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
     with FileReader(checkpoint.files) as reader:
-        yield CheckpointSource({}, extents, {}, 0, reader)
+        yield CheckpointSource({}, extents, {}, 0, reader, piece_bytes=8000)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -34,7 +34,7 @@ def test_each_job_tells_what_it_filled(source: CheckpointSource, dtype: torch.dt
     out = torch.zeros(len(VALUES), dtype=dtype)
     told: list[Request] = []
 
-    def filled(parts: list[Request]) -> None:
+    def filled(parts: Sequence[Request]) -> None:
         for part in parts:
             assert part.memory.tolist() == list(as_memory(VALUES[part.start : part.stop].to(dtype)))
         told.extend(parts)
