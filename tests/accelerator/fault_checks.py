@@ -183,7 +183,8 @@ def check_loss(name: str) -> None:
 
 def check_reader_threads(root: Path) -> None:
     """The threads that read use their rank's device alone. The first check of a process: it counts from there."""
-    module, seen = sharded(make_model().to("meta")), set()
+    module = sharded(make_model().to("meta"))
+    seen: set[threading.Thread] = set()
     together, read = threading.Barrier(3), FileReader.read_ranges
 
     def meet(self: FileReader, file: int, ranges: Any) -> None:
