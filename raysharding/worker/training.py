@@ -359,7 +359,7 @@ class Trainer:
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
-                if number == num_steps:
+                if number == num_steps or self._saves_async:
                     self._fit.settle()
                 self.position = self._fit.position
             if step_metrics is None:

@@ -155,7 +155,8 @@ def _average(parameters: list[nn.Parameter]) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     # Half precision would lose the last bits of a sum over many ranks.
     dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
+    held = grads[0].new_ones(len(present)) if all(present) else grads[0].new_tensor(present)  # a copy from the host
+    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [held.to(dtype)])
     flat = flat.to(group_device(flat.device))
     # Every rank calls this with the same size, with zeros for missing gradients: the others would wait here.
     dist.all_reduce(flat, group=current_group())
@@ -309,7 +310,7 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     reshard(module)  # as in `clip_grad_norm_`
     grads = [grad for several in _local_gradients(module).values() for grad in several]
     if factor != 1.0:
-        _scale(grads, torch.tensor(factor))
+        _scale(grads, factor)
 
 
 def check_norm(max_norm: float | None, norm_type: float) -> None:
@@ -380,9 +381,9 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor
         yield torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
 
 
-def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
     groups: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         groups[grad.device].append(grad)
     for device, group in groups.items():
-        torch._foreach_mul_(group, factor.to(device))
+        torch._foreach_mul_(group, factor.to(device) if isinstance(factor, torch.Tensor) else factor)

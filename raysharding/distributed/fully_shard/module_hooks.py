@@ -97,7 +97,9 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
         if not (is_accelerator(device) and is_strided and leaf.device.type == "cpu"):
             return leaf.to(device, non_blocking=True)
         with device_module(device).stream(copies := _copy_stream(device)):
-            copy = (leaf if leaf.is_pinned() else leaf.pin_memory()).to(device, non_blocking=True)
+            # `pin_memory` keeps strides, and cannot fill what overlaps itself, such as expanded positions.
+            pinned = leaf if leaf.is_pinned() else torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+            copy = pinned.to(device, non_blocking=True)
         current = device_module(device).current_stream(device)
         current.wait_stream(copies)
         copy.record_stream(current)  # its memory is of the other stream, which would give it out again too soon

@@ -10,7 +10,9 @@ Note: two kinds of rules.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from types import MethodType
@@ -32,6 +34,10 @@ _ELEMENTWISE = frozenset(
     )
 )
 """torch's elementwise rules: the `step` of these classes, and of subclasses that do not replace it."""
+_LACKING = {"Rprop": "step_sizes", "SGD": "fused", "Adagrad": "fused"}
+"""Of these, the classes that do not run on DTensors → hyperparameter that is then set."""
+_WRAPPERS = {optim.Optimizer.profile_hook_step.__code__.co_filename, inspect.getfile(optim.lr_scheduler)}
+"""Files of the functions that torch puts around a `step`."""
 _REFUSED = {
     "LBFGS": "it runs the loss several times in one step, and train_step runs it once: give AdamW, SGD or Adafactor",
     "SparseAdam": "it takes sparse gradients only, and FSDP reduces dense ones: give Adam or AdamW",
@@ -58,14 +64,26 @@ def adapt(optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("differentiable") for group in groups):
         raise ValueError(f"{names[0]}(differentiable=True) is not supported: no graph leads through an update")
     is_whole = not _WHOLE.isdisjoint(names)
-    # A wrapper of the user's around `step` stays; one of a schedule only notes what `_step` does, too (torch 2.13).
-    is_own = getattr(optimizer.step, "_wrapped_by_lr_sched", "step" not in vars(optimizer))
-    is_elementwise = is_own and inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
+    is_elementwise = _is_torchs(optimizer)
+    if not (is_whole or is_elementwise) and inspect.unwrap(optimizer.step) is not _step:
+        lacking = [name for name in names for group in groups if group.get(_LACKING.get(name))]
+        if lacking and any(isinstance(one, DTensor) for group in groups for one in group["params"]):
+            raise ValueError(
+                f"{names[0]} has a step of its own around that of {lacking[0]}, which does not run on sharded "
+                f"parameters ({_LACKING[lacking[0]]} is set): use register_step_pre_hook or register_step_post_hook"
+            )
     if (is_whole or is_elementwise) and inspect.unwrap(optimizer.step) is not _step:
-        # torch's wrapper runs the optimizer's hooks, once for all parameters.
-        step: Any = optim.Optimizer.profile_hook_step(_step)
-        step._wrapped_by_lr_sched = True
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        # By a weak reference: as a method of its own it would keep the optimizer, and its state, until a collection.
+        optimizer.step = MethodType(_call_step, weakref.ref(optimizer))  # type: ignore[method-assign]
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `step` is an elementwise rule of torch's, on torch's state, below nothing but torch's wrappers."""
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename in _WRAPPERS:
+        step = step.__wrapped__
+    initial: Any = getattr(type(optimizer), "_init_group", None)
+    return step in _ELEMENTWISE and getattr(initial, "__module__", "").startswith("torch.optim.")
 
 
 @torch.no_grad()
@@ -88,6 +106,18 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     return loss
 
 
+# torch's wrapper runs the optimizer's hooks, once for all parameters.
+_hooked_step: Any = optim.Optimizer.profile_hook_step(_step)
+
+
+@functools.wraps(_step)
+def _call_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    return _hooked_step(optimizer() if isinstance(optimizer, weakref.ref) else optimizer, closure)
+
+
+_call_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a schedule's own wrapper notes what `_step` does
+
+
 def _run_on_shards(optimizer: Any, rule: Callable[[Any], Any]) -> None:
     """Run an elementwise rule on the local shards, in place; state that it makes is cut like its parameter."""
     state, shards = optimizer.state, {}
@@ -98,7 +128,10 @@ def _run_on_shards(optimizer: Any, rule: Callable[[Any], Any]) -> None:
             group["params"] = [local_tensor(parameter) for parameter in trained]
             for shard, parameter in zip(group["params"], trained, strict=True):
                 shards[shard] = parameter
-                shard.grad = local_tensor(parameter.grad)
+                gradient = local_tensor(parameter.grad)
+                if gradient.dtype != shard.dtype:
+                    shard.grad_dtype = None  # any
+                shard.grad = gradient
                 if parameter in state:
                     optimizer.state[shard] = {name: _local(value) for name, value in state[parameter].items()}
         rule(optimizer)
@@ -108,7 +141,7 @@ def _run_on_shards(optimizer: Any, rule: Callable[[Any], Any]) -> None:
             shard.grad = None
             for name, value in made.get(shard, {}).items():
                 if _local(state[parameter].get(name)) is not value:
-                    is_cut = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim
+                    is_cut = isinstance(parameter, DTensor) and getattr(value, "shape", None) == shard.shape
                     state[parameter][name] = with_layout(value, parameter, requires_grad=False) if is_cut else value
 
 

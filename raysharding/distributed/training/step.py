@@ -100,6 +100,7 @@ class Accumulation:
         self.counts: torch.Tensor | None = None
         """Counts of the terms over all passes, fp64, if they are known before the first backward."""
         self._names: tuple[str, ...] = ()
+        self._first_on_device: torch.Tensor | None = None  # as `_first`, which a copy would wait for
         # fp64, on the CPU. One a term, but for `_fixed`, which ends with the constant.
         self._is_sum = self._sums = self._counts = self._first = self._fixed = torch.zeros(0, dtype=torch.float64)
 
@@ -111,9 +112,8 @@ class Accumulation:
         """
         self._check_names(loss)
         counts = loss.counts if self.counts is None else self.counts
-        if self.counts is None and self.num_passes:
-            first = self._first.to(counts.device, non_blocking=True)
-            counts = torch.where(first > 0, first, counts)
+        if self.counts is None and self._first_on_device is not None:
+            counts = torch.where(self._first_on_device > 0, self._first_on_device, counts)
         # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
         divisor = torch.where(loss.is_sum, 1.0, counts)
         return torch.where(divisor > 0, get_world_size() / divisor, 0.0)
@@ -157,6 +157,8 @@ class Accumulation:
         # What is summed without a count (labels of weight 0, smoothed) would be missing from the gradients.
         if empty and (not may_be_empty or sums[(counts == 0) & (is_sum == 0)].any()):
             raise EmptyBatchError(f"nothing counts in {', '.join(empty)} of this batch, on any rank; skip this batch")
+        first = loss.counts if self._first_on_device is None else self._first_on_device
+        self._first_on_device = torch.where(first > 0, first, loss.counts)
         if self.num_passes:
             self._first = torch.where(self._first > 0, self._first, counts)
             self._sums, self._counts = self._sums + sums, self._counts + counts

@@ -539,7 +539,10 @@ def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> b
 
 
 def ranks_that_fit(resources: Resources, need: Resources) -> int:
-    """Return how many ranks, each of which needs `need`, fit into `resources`; no rank takes parts of two GPUs."""
+    """Return how many ranks, each of which needs `need`, fit into `resources`.
+
+    No rank takes parts of two GPUs; parts below one GPU are taken for parts of one.
+    """
 
     def fit(name: str, amount: float) -> int:
         whole, rest = divmod(resources.get(name, 0.0), 1.0) if name != "CPU" else (0.0, resources.get(name, 0.0))

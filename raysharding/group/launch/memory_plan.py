@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +232,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
 
 def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
     """Return the device type and the number of ranks, as `from_checkpoint` chooses them."""
-    num_gpus = sum(int(capacity.gpus) for capacity in nodes)
+    num_gpus = sum(math.ceil(capacity.gpus) for capacity in nodes)  # of one, a part may be free
     node_cpus = [capacity.cpus for capacity in nodes]
     device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, num_gpus, node_cpus)
     if world_size % spec.sharding.replicate_size:
