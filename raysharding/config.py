@@ -348,6 +348,12 @@ class Placement:
     cpus_per_rank: float = 1.0
     """CPUs reserved for each rank; also the number of torch threads in a CPU rank, unless the runtime environment's
     `env_vars` set OMP_NUM_THREADS. Default 1."""
+    gpus_per_rank: float = 1.0
+    """Part of a GPU that Ray reserves for each rank, at most 1. With 0.5, two ranks share a GPU: two of one group, for
+    which NCCL must be 2.30 or newer, or one each of two groups. Ray fills one GPU before the next: for two groups with
+    one rank on each GPU, make the group with more than half first, such as 0.6, then the one with 0.4, and give
+    `world_size` to both. Memory is not divided: what a rank takes, the others of its GPU lack. No effect where ranks
+    run on CPUs because the cluster has no GPU. Default 1."""
     labels: Mapping[str, str] | None = None
     """Labels that every rank's node must have. Default: any node."""
     runtime_env: Mapping[str, Any] | None = None
@@ -366,6 +372,8 @@ class Placement:
         _require(self, "strategy", known, "use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
         is_amount = _is_finite(self.cpus_per_rank) and self.cpus_per_rank >= 0
         _require(self, "cpus_per_rank", is_amount, "give 0 or more")
+        is_part = _is_finite(self.gpus_per_rank) and 1e-4 <= self.gpus_per_rank <= 1
+        _require(self, "gpus_per_rank", is_part, "give 1, or a part of a GPU down to Ray's 0.0001, such as 0.5")
         is_labels = self.labels is None or _is_text_map(self.labels)
         _require(self, "labels", is_labels, "give a dict of label names and values, both str")
         is_environment = self.runtime_env is None or isinstance(self.runtime_env, Mapping)

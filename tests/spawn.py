@@ -65,8 +65,8 @@ def run_ranks(
         timeout_s: Deadline for all ranks together, process start included; also the gloo group's own timeout.
         fresh: Start new interpreters, slower by seconds, for what is fixed when a process starts (malloc's settings),
             or where memory is measured.
-        device: `cpu`; `cuda` for ranks on GPUs of their own; or `sim` for ranks on simulated devices, see
-            `tests.accelerator`.
+        device: `cpu`; `cuda` for ranks on GPUs, which they share where there are fewer; or `sim` for ranks on simulated
+            devices, see `tests.accelerator`.
         gloo: False for the device's own backend alone, without gloo for tensors in host memory.
 
     Raises:
@@ -290,9 +290,14 @@ def _use(device: str, gloo: bool, rank: int) -> tuple[str, Any]:
         from tests.accelerator.device import register
 
         register()
-    torch.get_device_module(device).set_device(rank)
+    from raysharding.distributed.comm import share_device
+
+    module = torch.get_device_module(device)
+    used = torch.device(device, rank % module.device_count())
+    share_device(used)
+    module.set_device(used)
     backend = dist.Backend.default_device_backend_map[device]
-    return f"cpu:gloo,{device}:{backend}" if gloo else backend, torch.device(device, rank)
+    return f"cpu:gloo,{device}:{backend}" if gloo else backend, used
 
 
 def _write_result(folder: str, rank: int, result: tuple[bool, Any]) -> None:

@@ -198,11 +198,11 @@ class ShardedModelGroup:
                 peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters.
             base: The base model of a directory of adapters: a path, a URI or a hub id. Default: the hub id that the
                 adapters' files name. A path or URI in these files is not opened: give it here if you trust it.
-            world_size: Number of ranks. Default: one per GPU of the cluster; on CPUs two if a node has two CPUs, else
-                one, which a line on stderr tells.
+            world_size: Number of ranks. Default: one per GPU of the cluster, or as many as `Placement.gpus_per_rank`
+                allows; on CPUs two if a node has two CPUs, else one, which a line on stderr tells.
             device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
-                takes one of Ray's accelerators of that type for each rank: a `GPU`, unless Ray's resource has another
-                name. Default: `cuda` if the cluster has GPUs, else `cpu`.
+                takes one of Ray's accelerators of that type for each rank, or `Placement.gpus_per_rank` of one: a
+                `GPU`, unless Ray's resource has another name. Default: `cuda` if the cluster has GPUs, else `cpu`.
             sharding: Options of the sharding. Default `Sharding()`.
             loading: Options of the load. Default `Loading()`.
             placement: Options of the ranks' placement. Default `Placement()`.

@@ -63,7 +63,7 @@ class Worker:
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        local_rank: Rank within the node; also the index of the CUDA device.
+        local_rank: Rank within the node.
         device: Where the module computes.
         stall_s: Longest silence of a peer during a load, save or gather, in seconds.
     """

@@ -492,14 +492,14 @@ def lost_in_backward(value: torch.Tensor, how: str) -> torch.Tensor:
     return lost
 
 
-def lost_loss(how: str, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def lost_loss(how: str, output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A loss in whose backward rank 1 is lost."""
-    return (lost_in_backward(output, how) - targets).square().mean()
+    return (lost_in_backward(output, how) - targets).square().sum(), output.numel()
 
 
 def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
     """The other rank's update was queued, and may have run: the group is broken, and its weights are those of files."""
-    rows = {"targets": Split(torch.zeros(4, 4))}
+    rows: dict[str, Any] = {"targets": Split(torch.zeros(4, 4))}
     with group_checks.group_of(path, world_size=2, timeouts=Timeouts(call_s=5.0)) as group:
         group.set_optimizer(torch.optim.SGD, lr=0.1)
         expected = group.forward(Split(torch.ones(4, 8)))

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.accelerator.memory_checks import (
     check_out_of_memory_in_a_forward,
     check_out_of_memory_in_a_load,
     check_out_of_memory_in_a_step,
+    check_out_of_memory_on_a_shared_device,
     check_plan_and_preflight,
 )
 from tests.distributed.checks import outcome_of
@@ -62,24 +64,66 @@ def group_of(path: Path, **options: Any) -> ShardedModelGroup:
 
 def check_placement_and_training(path: Path) -> None:
     """One rank per GPU by default, each on its own device, with the loss curve of one process."""
+    with group_of(path) as group:
+        assert [rank.device for rank in group.ranks] == [f"sim:{index}" for index in range(4)]
+        assert_trains(group, path)
+        assert list(group.call(touched)) == [[0], [1], [2], [3]], "a rank has used another's device"
+        assert len(group.memory_summary().splitlines()) == 5
+
+
+def check_ranks_that_share_gpus(path: Path) -> None:
+    """Two ranks of a group on each device compute what one process does, and see each device once."""
+    with group_of(path, world_size=4, placement=replace(PLACEMENT, gpus_per_rank=0.5)) as group:
+        assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0", "sim:1", "sim:1"]
+        assert [rank.local_rank for rank in group.ranks] == [0, 1, 2, 3]
+        given, variables = zip(*group.call(gpus_and_variables), strict=True)
+        assert given[0] == given[1] != given[2] == given[3], given
+        assert {one["CUDA_VISIBLE_DEVICES"] for one in variables} == {",".join((*given[0], *given[2]))}
+        assert_trains(group, path)
+        assert list(group.call(touched)) == [[0], [0], [1], [1]]
+        *table, first, second = group.memory_summary().splitlines()
+        assert len(table) == 5
+        assert "is shared by ranks 0, 1: " in first, first
+        assert "is shared by ranks 2, 3: " in second, second
+        assert group.preflight_report is not None
+        assert [len(node.gpu_free_bytes) for node in group.preflight_report.nodes] == [2]
+
+
+def check_groups_that_share_gpus(path: Path) -> None:
+    """Two groups have a rank each on the same devices; a copy between them goes through host memory and says so."""
+    parts = (replace(PLACEMENT, gpus_per_rank=part) for part in (0.6, 0.4))
+    with (
+        group_of(path, world_size=2, placement=next(parts)) as trainer,
+        group_of(path, world_size=2, placement=next(parts)) as generator,
+    ):
+        for group in (trainer, generator):
+            assert [rank.device for rank in group.ranks] == ["sim:0", "sim:1"]
+        assert list(trainer.call(gpus_and_variables)) == list(generator.call(gpus_and_variables))
+        assert_trains(trainer, path)
+        report = trainer.copy_to(generator)
+        assert not report.is_through_device
+        assert (report.wire_bytes, report.shared_bytes) == (0, report.num_bytes)
+        assert "through shared memory" in str(report)
+        wanted, found = trainer.state_dict(), generator.state_dict()
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def assert_trains(group: ShardedModelGroup, path: Path) -> None:
+    """Assert that a group computes what one process does, forward and in training."""
     reference = make_model()
     reference.load_state_dict(load_file(path))
     rows, targets = torch.randn(8, 8), torch.randn(8, 4)
-    with group_of(path) as group:
-        assert [rank.device for rank in group.ranks] == [f"sim:{index}" for index in range(4)]
-        output = group.forward(Split(rows))
-        torch.testing.assert_close(output, reference(rows))
-        group.set_optimizer(torch.optim.AdamW, lr=0.01)
-        optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
-        for _ in range(3):
-            metrics = group.train_step(Split(rows), targets=Split(targets), loss=square)
-            loss = nn.functional.mse_loss(reference(rows), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            assert abs(metrics["loss"] - loss.item()) < 1e-5
-        assert list(group.call(touched)) == [[0], [1], [2], [3]], "a rank has used another's device"
-        assert len(group.memory_summary().splitlines()) == 5
+    output = group.forward(Split(rows))
+    torch.testing.assert_close(output, reference(rows))
+    group.set_optimizer(torch.optim.AdamW, lr=0.01)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for _ in range(3):
+        metrics = group.train_step(Split(rows), targets=Split(targets), loss=square)
+        loss = nn.functional.mse_loss(reference(rows), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert abs(metrics["loss"] - loss.item()) < 1e-5
 
 
 def check_offload_and_restart(path: Path) -> None:
@@ -111,7 +155,7 @@ def check_copies_between_groups(path: Path) -> None:
                 for staged in (False, True):
                     source.call(add, 0.5)
                     report = source.copy_to(other, staged=staged)
-                    assert bool(report.wire_bytes) == (other is target), report
+                    assert bool(report.wire_bytes) == report.is_through_device == (other is target), report
                     assert bool(report.shared_bytes) == (other is on_cpus), report
                     wanted, found = source.state_dict(), other.state_dict()
                     assert all(torch.equal(wanted[name], found[name]) for name in wanted), other
@@ -228,12 +272,15 @@ def check_finetune(path: Path) -> None:
 
 CHECKS = (
     check_placement_and_training,
+    check_ranks_that_share_gpus,
+    check_groups_that_share_gpus,
     check_offload_and_restart,
     check_copies_between_groups,
     check_fit,
     check_out_of_memory_in_a_load,
     check_out_of_memory_in_a_forward,
     check_out_of_memory_in_a_step,
+    check_out_of_memory_on_a_shared_device,
     check_plan_and_preflight,
     check_masks,
     check_cpu_ranks_see_no_gpu,

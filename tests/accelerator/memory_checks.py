@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,34 @@ def check_out_of_memory_in_a_step(path: Path) -> None:
         group.set_optimizer(torch.optim.AdamW, lr=1e-4)
         losses = [group.train_step(Split(rows), **step)["loss"] for _ in range(3)]
         assert losses[2] < losses[0], losses
+
+
+def check_out_of_memory_on_a_shared_device(path: Path) -> None:
+    """Of two ranks on one device, the one that had no memory left is named as the cause; a restart makes both whole.
+
+    The group is broken, since the other rank waited in a collective of the device.
+    """
+    path = path.with_name("layers.safetensors")
+    save_file(make_layers().state_dict(), path)
+    rows = torch.randn(8, 512)
+    with group_of(path, placement=replace(PLACEMENT, gpus_per_rank=0.5)) as group:
+        assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0"]
+        expected = group.forward(Split(rows))
+        group.call(limit_rank, 1)
+        with pytest.raises(GroupError, match="OutOfMemoryError") as caught:
+            group.forward(Split(rows))
+        assert {rank: one.kind for rank, one in caught.value.failures.items()} == {0: "collateral", 1: "raised"}
+        assert caught.value.primary == caught.value.failures[1]
+        assert group.state.value == "broken"
+        group.restart()
+        assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0"]
+        assert torch.equal(group.forward(Split(rows)), expected)
+
+
+def limit_rank(rank: int) -> None:
+    """Leave one rank no memory."""
+    if torch.distributed.get_rank() == rank:
+        limit_memory(0)
 
 
 def check_plan_and_preflight(path: Path) -> None:

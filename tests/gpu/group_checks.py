@@ -29,14 +29,15 @@ CALL_S = 5.0
 
 
 def group_of(path: Path, kind: str, world_size: int) -> ShardedModelGroup:
-    """A group with one rank on each device."""
+    """A group with one rank on each device, or several where there are fewer devices."""
     runtime_env = {"env_vars": {forking.DEVICE: "sim"}} if kind == "sim" else None
+    gpus_per_rank = min(1.0, ray.cluster_resources()["GPU"] / world_size)
     return ShardedModelGroup.from_checkpoint(
         path,
         model=make_model,
         device=kind,
         world_size=world_size,
-        placement=Placement(runtime_env=runtime_env),
+        placement=Placement(runtime_env=runtime_env, gpus_per_rank=gpus_per_rank),
         timeouts=Timeouts(call_s=CALL_S, keep_s=60.0),
     )
 

@@ -14,18 +14,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from raysharding.distributed.comm.device import nccl_version
 from tests.accelerator.fault_checks import HANGS, run_hangs
 from tests.gpu import checks, group_checks
 from tests.grid import needs_sim
 from tests.spawn import run_ranks
 
+
+def is_shareable() -> bool:
+    """Return True if this machine's NCCL lets ranks share a GPU, once it is told to."""
+    return COUNT > 0 and (nccl_version(torch.device("cuda")) or (0,)) >= (2, 30)
+
+
 COUNT = torch.cuda.device_count()
 ONE = (pytest.mark.gpu, pytest.mark.skipif(COUNT < 1, reason="torch sees no GPU here"))
 SEVERAL = (pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="torch sees fewer than two GPUs here"))
+# Ranks share GPUs where there are fewer.
+SHARED = (*ONE, pytest.mark.skipif(not is_shareable(), reason="ranks share a GPU from NCCL 2.30 on"))
 SIM = (pytest.mark.full, needs_sim)
 KINDS = [
     pytest.param(("cuda", 1), marks=ONE),
-    pytest.param(("cuda", max(COUNT, 2)), marks=SEVERAL),
+    pytest.param(("cuda", 2), marks=SHARED if COUNT < 2 else SEVERAL),
+    pytest.param(("cuda", max(COUNT, 4)), marks=SHARED if COUNT < 4 else SEVERAL),
     pytest.param(("sim", 4), marks=SIM),
 ]
 pytestmark = pytest.mark.timeout(420)
@@ -68,7 +78,7 @@ def shares(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(COUNT < 2, reason="torch sees fewer than two GPUs here")
+@pytest.mark.skipif(COUNT < 2 and not is_shareable(), reason="fewer than two GPUs, which ranks cannot share here")
 @pytest.mark.parametrize("name", [call.__name__ for call in HANGS])
 def test_of_two_ranks_the_one_that_hangs_is_known(name: str, shares: list[dict[str, float]]) -> None:
     waits, hangs = (share[name] for share in shares)

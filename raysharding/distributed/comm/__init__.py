@@ -26,7 +26,9 @@ from raysharding.distributed.comm.device import (
     device_uuid,
     is_accelerator,
     is_available,
+    passes_shared_device,
     set_current_device,
+    share_device,
 )
 from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh, mesh_group
 from raysharding.distributed.comm.json_collectives import (

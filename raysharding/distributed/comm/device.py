@@ -6,10 +6,14 @@ a module (`torch.get_device_module`) and a backend of collectives.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_MULTI_RANK, _MULTI_RANK_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
+"""NCCL's variable that lets ranks of one communicator share a GPU, and the first version that reads it."""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -32,6 +36,43 @@ def device_uuid(device: torch.device) -> str | None:
     """Return the identity of an accelerator, the same in every process of its host; `None` if torch does not tell."""
     found = getattr(device_module(device).get_device_properties(device), "uuid", None)
     return None if found is None else str(found)
+
+
+def share_device(device: torch.device) -> None:
+    """Let NCCL make communicators with several ranks on one GPU, unless the user forbids it; before its first one."""
+    if (nccl_version(device) or (0,)) >= _MULTI_RANK_SINCE:
+        os.environ.setdefault(_MULTI_RANK, "1")
+
+
+def why_unshareable(version: tuple[int, ...] | None) -> str | None:
+    """Return why this process cannot be in a communicator with several ranks on one device; `None` if it can.
+
+    Args:
+        version: From `nccl_version`. Only NCCL is known to refuse: of other backends the answer is `None`.
+    """
+    if version is None:
+        return None
+    cure = "give each rank a whole GPU (Placement(gpus_per_rank=1)), or device='cpu'"
+    if version < _MULTI_RANK_SINCE:
+        found = ".".join(map(str, version))
+        return f"NCCL {found} refuses that, 2.30 does not: install a newer nvidia-nccl package, or {cure}"
+    if (value := os.environ.get(_MULTI_RANK)) != "1":
+        return f"{_MULTI_RANK}={value or 'unset'} forbids that to NCCL: set it to 1, or {cure}"
+    return None
+
+
+def passes_shared_device(device: torch.device) -> bool:
+    """Return True if messages between two ranks on one device can go through the device; of NCCL alone it is known."""
+    version = nccl_version(device)
+    return version is not None and why_unshareable(version) is None
+
+
+def nccl_version(device: torch.device) -> tuple[int, ...] | None:
+    """Return the version of NCCL in this process; `None` for a device whose collectives are not NCCL's."""
+    if dist.Backend.default_device_backend_map.get(device.type) != "nccl":
+        return None
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return version
 
 
 def is_available(device_type: str) -> bool:

@@ -38,7 +38,7 @@ from torch.distributed import (
 )
 
 from raysharding.distributed.comm.abort import nobody_connects_later
-from raysharding.distributed.comm.device import backends_of, is_accelerator
+from raysharding.distributed.comm.device import backends_of, device_uuid, is_accelerator, nccl_version, why_unshareable
 from raysharding.errors import RendezvousError
 
 _BACKLOG = 2048
@@ -235,6 +235,7 @@ def join_process_group(
     Raises:
         RendezvousError: Ranks did not arrive in time (the error names them), the store cannot be reached, or nodes
             cannot connect to each other.
+        ValueError: On every rank, if ranks share a device, and the NCCL of one of them cannot.
     """
     until = time.monotonic() + rendezvous_s
     choose_interface(node_ip)
@@ -242,7 +243,14 @@ def join_process_group(
     store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
     with listen_as_gloo(rank, node_ip) as listener:
-        addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
+        on_device = (
+            (device_uuid(device), why_unshareable(nccl_version(device))) if is_accelerator(device) else (None, None)
+        )
+        value = (*listener.getsockname()[:2], *on_device)
+        arrived = _await_ranks(store, address, rank, world_size, value, rendezvous_s)
+        # Before the device's backend is made: NCCL would refuse on some ranks, and the others would wait for them.
+        _check_shared_devices(arrived)
+        addresses = [(host, port) for host, port, *_ in arrived]
         left_s = max(1.0, until - time.monotonic())
         keys = [f"unreachable/{other}" for other in range(world_size)]
         check_reachable(partial(_exchange, store, keys, rank, left_s), rank, addresses, left_s)
@@ -319,13 +327,17 @@ def listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
 
 
 def _await_ranks(
-    store: Store, address: StoreAddress, rank: int, world_size: int, listens_at: tuple[Any, ...], rendezvous_s: float
-) -> list[tuple[str, int]]:
-    """Wait until every rank has published its address, so that init_process_group waits for no missing rank."""
+    store: Store, address: StoreAddress, rank: int, world_size: int, value: tuple[Any, ...], rendezvous_s: float
+) -> list[tuple[Any, ...]]:
+    """Wait until every rank has published its address, so that init_process_group waits for no missing rank.
+
+    Returns:
+        (host, port, device's identity or `None`, why the rank cannot share it or `None`) of each rank, by rank.
+    """
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
-        return [(host, port) for host, port in _exchange(store, keys, rank, rendezvous_s, listens_at[:2])]
+        return [tuple(said) for said in _exchange(store, keys, rank, rendezvous_s, value)]
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing))
@@ -334,6 +346,18 @@ def _await_ranks(
     except dist.DistError as error:
         message = f"rank {rank} lost rank 0's store at {where}: {error}"
         raise RendezvousError(message, missing_ranks=(0,)) from error
+
+
+def _check_shared_devices(arrived: Sequence[tuple[Any, ...]]) -> None:
+    """Raise a ValueError, from the same values on every rank, if ranks share a device that one cannot share."""
+    why = next((one[3] for one in arrived if one[3] is not None), None)
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, _, device, _) in enumerate(arrived):
+        if device is not None:
+            ranks.setdefault((host, device), []).append(rank)
+    sharing = next((found for found in ranks.values() if len(found) > 1), None)
+    if why is not None and sharing is not None:
+        raise ValueError(f"ranks {', '.join(map(str, sharing))} share one GPU: {why}")
 
 
 def choose_interface(node_ip: str) -> None:

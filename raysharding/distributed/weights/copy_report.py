@@ -19,7 +19,7 @@ class CopyReport:
     num_bytes: int
     """Bytes of the target's tensors, once for each of its replicas, in the narrower of the two groups' dtypes."""
     wire_bytes: int
-    """Bytes that ranks of the target received in messages."""
+    """Bytes that ranks of the target received in messages: see `is_through_device`."""
     shared_bytes: int
     """Bytes that ranks of the target took from shared memory of their host."""
     seconds: float
@@ -36,6 +36,8 @@ class CopyReport:
     """True if LoRA adapters were merged into the weights on the way."""
     is_staged: bool = False
     """True if the target received the weights beside its own before it took them."""
+    is_through_device: bool = False
+    """True if messages went from device to device, by NCCL on GPUs; False if all bytes went through host memory."""
 
     @classmethod
     def of(cls, source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]], **options: bool) -> Self:
@@ -51,6 +53,7 @@ class CopyReport:
             is_planned=any(one["is_planned"] for one in every),
             source_extra_bytes=tuple(one["host_bytes"] for one in source),
             target_extra_bytes=tuple(one["host_bytes"] for one in target),
+            is_through_device=target[0]["is_through_device"],
             **options,
         )
 
@@ -60,9 +63,10 @@ class CopyReport:
 
     def __str__(self) -> str:
         rate = f", {format_bytes(self.num_bytes / self.seconds)}/s" if self.seconds else ""
+        messages = "in messages from device to device" if self.is_through_device else "in messages of host memory"
         ways = [
             f"{format_bytes(num_bytes)} {way}"
-            for num_bytes, way in ((self.shared_bytes, "through shared memory"), (self.wire_bytes, "in messages"))
+            for num_bytes, way in ((self.shared_bytes, "through shared memory"), (self.wire_bytes, messages))
             if num_bytes
         ]
         how = [name for flag, name in ((self.is_merged, "merged"), (self.is_staged, "staged")) if flag]

@@ -22,6 +22,7 @@ from raysharding.distributed.comm import (
     measure_link,
     serve_store,
     set_current_device,
+    share_device,
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
@@ -62,6 +63,8 @@ class Assignment:
     """Number of ranks."""
     visible_gpus: str
     """CUDA_VISIBLE_DEVICES of the node; empty for CPU ranks."""
+    shares_device: bool
+    """True if other ranks, of this group or another, may have the same GPU."""
     num_threads: int
     """Number of torch threads of a CPU rank, unless OMP_NUM_THREADS is set."""
     rendezvous_s: float
@@ -135,6 +138,8 @@ class RankCommands:
         os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
         if is_accelerator(device):
             set_current_device(device)
+            if place.shares_device:
+                share_device(device)
         else:
             torch.set_num_threads(place.num_threads)
         join_process_group(

@@ -40,6 +40,7 @@ from raysharding.group.cluster.placement import (
     name_taken,
     placement_groups,
     rank_need,
+    ranks_per_gpu,
     remove_orphans,
     reserve,
     show_resources,

@@ -51,8 +51,21 @@ def ranks_table(ranks: Sequence[RankInfo]) -> str:
 
 
 def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
-    """Format a table of the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer."""
-    return text_table(*status_table(("rank", *_MEMORY), statuses))
+    """Format a table of the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer.
+
+    A line for each GPU that several ranks share gives what they hold together.
+    """
+    gpus: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in statuses:
+        if one.get("device", "cpu") != "cpu":
+            gpus.setdefault((one["node_ip"], one["device"]), []).append(one)
+    shared = [
+        f"{device} of {node_ip} is shared by ranks {', '.join(str(one['rank']) for one in those)}: "
+        f"{sum(one['device_bytes'] for one in those) / MIB:.1f} MiB together"
+        for (node_ip, device), those in gpus.items()
+        if len(those) > 1
+    ]
+    return "\n".join([text_table(*status_table(("rank", *_MEMORY), statuses)), *shared])
 
 
 def status_table(

@@ -147,8 +147,8 @@ class NodeCapacity:
     """Address of the node, or any name."""
     cpus: float
     """CPUs that Ray could assign to ranks now."""
-    gpus: int = 0
-    """GPUs that Ray could assign to ranks now."""
+    gpus: float = 0
+    """GPUs that Ray could assign to ranks now; a part of one where others have the rest."""
     host_bytes: int | None = None
     """Free host memory; `None` if unknown, in which case it is not checked."""
     gpu_bytes: int | None = None
@@ -196,7 +196,7 @@ def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacit
 def _capacity(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeCapacity:
     gpu_bytes = min(facts.gpu_free_bytes) if facts is not None and facts.gpu_free_bytes else None
     host_bytes = None if facts is None else facts.available_bytes
-    return NodeCapacity(name, free.get("CPU", 0.0), int(free.get("GPU", 0)), host_bytes, gpu_bytes, ranks)
+    return NodeCapacity(name, free.get("CPU", 0.0), free.get("GPU", 0), host_bytes, gpu_bytes, ranks)
 
 
 def assign(world_size: int, nodes: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str) -> list[int]:

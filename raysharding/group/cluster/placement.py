@@ -235,15 +235,20 @@ def choose_ranks(
 
     Args:
         device: The caller's choice. Default: `cuda` if there are GPUs.
-        world_size: The caller's choice. Default: one rank per bundle of a given placement group, else one per GPU; on
-            CPUs two if a node has the CPUs for both, else one, which a line on stderr tells.
+        world_size: The caller's choice. Default: one rank per bundle of a given placement group, else as many on each
+            GPU as `gpus_per_rank` allows, one by default; on CPUs two if a node has the CPUs for both, else one, which
+            a line on stderr tells.
         placement: May hold a placement group.
         num_gpus: Number of GPUs.
         node_cpus: Number of CPUs of each node.
 
     Raises:
-        ValueError: The device type is unknown, or is one of which there is none to count.
+        ValueError: The device type is unknown, or is one of which there is none to count; or the CPU, with a part of a
+            GPU for each rank.
     """
+    if device == "cpu" and placement.gpus_per_rank != 1:
+        what = f"Placement(gpus_per_rank={placement.gpus_per_rank:g}) with device='cpu'"
+        raise ValueError(f"{what}: ranks on CPUs reserve no GPU: leave gpus_per_rank out, or device")
     device_type = device or ("cuda" if num_gpus else "cpu")
     check_device_type(device_type)
     if world_size is None and placement.placement_group is not None:
@@ -256,7 +261,7 @@ def choose_ranks(
     if world_size is None:
         if not num_gpus:
             raise ValueError("world_size=None means one rank per GPU, but no GPU is available: give world_size")
-        world_size = num_gpus
+        world_size = num_gpus * ranks_per_gpu(placement)
     return device_type, world_size
 
 
@@ -279,7 +284,7 @@ def reserve(
 
     Args:
         world_size: Number of ranks.
-        device_type: Any but `cpu` adds one accelerator to each bundle.
+        device_type: Any but `cpu` adds one accelerator, or `gpus_per_rank` of one, to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         lifetime: What ends the placement group.
         place_s: The user's deadline, until which CPUs are waited for; `None`: not for those of nodes that nothing adds.
@@ -406,7 +411,7 @@ def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
     """
     need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
     if device_type != "cpu":
-        need[accelerator_names(device_type).resource] = 1.0
+        need[accelerator_names(device_type).resource] = float(placement.gpus_per_rank)
     if not need:
         raise ValueError("cpus_per_rank=0 on CPUs reserves nothing: give a positive number, such as 0.5")
     return need
@@ -419,11 +424,11 @@ def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
             f"the placement group has {len(bundles)} bundles, but world_size={world_size}: give one bundle per rank"
         )
     for index, bundle in enumerate(bundles[:world_size]):
-        short = {name: amount for name, amount in need.items() if bundle.get(name, 0) < amount}
+        short = {name: amount for name, amount in need.items() if _units(bundle.get(name, 0)) < _units(amount)}
         if short:
             raise ValueError(
                 f"bundle {index} of the placement group holds {show_resources(bundle)}, but a rank needs "
-                f"{show_resources(need)}: change the bundles or Placement(cpus_per_rank=...)"
+                f"{show_resources(need)}: change the bundles or Placement(cpus_per_rank=..., gpus_per_rank=...)"
             )
 
 
@@ -534,8 +539,23 @@ def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> b
 
 
 def ranks_that_fit(resources: Resources, need: Resources) -> int:
-    """Return how many ranks, each of which needs `need`, fit into `resources`."""
-    return min(int(resources.get(name, 0.0) // amount) for name, amount in need.items())
+    """Return how many ranks, each of which needs `need`, fit into `resources`; no rank takes parts of two GPUs."""
+
+    def fit(name: str, amount: float) -> int:
+        whole, rest = divmod(resources.get(name, 0.0), 1.0) if name != "CPU" else (0.0, resources.get(name, 0.0))
+        return int(whole) * (_units(1) // _units(amount)) + _units(rest) // _units(amount)
+
+    return min(fit(name, amount) for name, amount in need.items())
+
+
+def ranks_per_gpu(placement: Placement) -> int:
+    """Return how many ranks Ray puts on one GPU."""
+    return _units(1) // _units(placement.gpus_per_rank)
+
+
+def _units(amount: float) -> int:
+    """Return an amount of a resource in the units in which Ray counts, so that ten times 0.1 is 1."""
+    return round(amount * 10_000)
 
 
 def show_resources(resources: Resources) -> str:

@@ -294,6 +294,7 @@ def rendezvous(running: RunningGroup) -> StoreAddress:
             info=info,
             world_size=len(ranks),
             visible_gpus=visible,
+            shares_device=running.spec.placement.gpus_per_rank < 1,
             num_threads=choose_num_threads(running.spec.placement),
             rendezvous_s=timeouts.rendezvous_s,
             collective_s=max(timeouts.call_s, timeouts.load_stall_s) + _COLLECTIVE_GRACE_S,

@@ -31,6 +31,7 @@ from raysharding.group.cluster import (
     cluster_capacity,
     local_capacity,
     rank_need,
+    ranks_per_gpu,
     show_resources,
     text_table,
 )
@@ -74,7 +75,7 @@ class NodePlan:
     host_bytes: int
     """Host memory of all these ranks."""
     device_bytes: int
-    """GPU memory of the rank that needs most; each rank has its own GPU."""
+    """GPU memory that the ranks of one GPU need together, on the GPU that needs most."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class GroupPlan:
         for node in self.nodes:
             has = node.room
             amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
-            rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", str(has.gpus), *map(size, amounts)))
+            rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", f"{has.gpus:g}", *map(size, amounts)))
         return header, rows
 
 
@@ -206,12 +207,13 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
     need = rank_need(device_type, spec.placement)
     placed = assign(world_size, nodes, need, spec.placement.strategy)
     ranks = _ranks(spec, base, module, device_type, [nodes[index].name for index in placed], world_size)
+    per_gpu = ranks_per_gpu(spec.placement)
     node_plans = tuple(
-        _node(capacity, [rank for rank, index in zip(ranks, placed, strict=False) if index == number])
+        _node(capacity, per_gpu, [rank for rank, index in zip(ranks, placed, strict=False) if index == number])
         for number, capacity in enumerate(nodes)
     )
     shortages = [*_unplaced(world_size, placed, nodes, need, spec.placement.strategy)]
-    shortages += [line for node in node_plans for line in _short(node)]
+    shortages += [line for node in node_plans for line in _short(node, per_gpu)]
     return GroupPlan(
         checkpoint=spec.checkpoint,
         world_size=world_size,
@@ -229,7 +231,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
 
 def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
     """Return the device type and the number of ranks, as `from_checkpoint` chooses them."""
-    num_gpus = sum(capacity.gpus for capacity in nodes)
+    num_gpus = sum(int(capacity.gpus) for capacity in nodes)
     node_cpus = [capacity.cpus for capacity in nodes]
     device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, num_gpus, node_cpus)
     if world_size % spec.sharding.replicate_size:
@@ -259,8 +261,10 @@ def _ranks(
     return [plan(rank, nodes[rank], held[rank % num_shards], ring) for rank, ring in enumerate(rings)]
 
 
-def _node(capacity: NodeCapacity, ranks: Sequence[RankPlan]) -> NodePlan:
-    device_bytes = max((one.device_bytes for one in ranks), default=0)
+def _node(capacity: NodeCapacity, per_gpu: int, ranks: Sequence[RankPlan]) -> NodePlan:
+    # Ray fills one GPU with ranks before the next.
+    on_gpus = [ranks[first : first + per_gpu] for first in range(0, len(ranks), per_gpu)]
+    device_bytes = max((sum(one.device_bytes for one in few) for few in on_gpus), default=0)
     return NodePlan(capacity, tuple(one.rank for one in ranks), sum(one.host_bytes for one in ranks), device_bytes)
 
 
@@ -276,14 +280,16 @@ def _unplaced(
     return [f"{what} under strategy={strategy!r} ({free or 'there is no node'}): use fewer ranks, or add nodes"]
 
 
-def _short(node: NodePlan) -> list[str]:
+def _short(node: NodePlan, per_gpu: int) -> list[str]:
     lines = []
     has = node.room
     if has.host_bytes is not None and node.host_bytes > has.host_bytes:
         what = f"host memory: its {len(node.ranks)} ranks need {size(node.host_bytes)}, {size(has.host_bytes)} are free"
         lines.append(f"{has.name}: {what}: short by {size(node.host_bytes - has.host_bytes)}")
     if has.gpu_bytes is not None and node.device_bytes > has.gpu_bytes:
-        what = f"GPU memory: a rank needs {size(node.device_bytes)}, {size(has.gpu_bytes)} are free on a GPU"
+        sharing = min(per_gpu, len(node.ranks))
+        who = "a rank needs" if sharing == 1 else f"{sharing} ranks that share a GPU need"
+        what = f"GPU memory: {who} {size(node.device_bytes)}, {size(has.gpu_bytes)} are free on a GPU"
         lines.append(f"{has.name}: {what}: short by {size(node.device_bytes - has.gpu_bytes)}; use more ranks")
     return lines
 

@@ -304,8 +304,9 @@ class Preflight:
                 break
         self._findings += findings
         for number, node_id in enumerate(self._node_ids):
-            here = [need for info, need in zip(self.client.ranks, needs, strict=True) if info.node_id == node_id]
-            gpus = tuple(need.device_free_bytes for need in here if need.device_free_bytes is not None)
+            ranks = zip(self.client.ranks, needs, strict=True)
+            here = {info.device: need.device_free_bytes for info, need in ranks if info.node_id == node_id}
+            gpus = tuple(free for free in here.values() if free is not None)
             self._nodes[number] = replace(self._nodes[number], gpu_free_bytes=gpus)
         self._seconds += time.monotonic() - begun
         self.report().raise_if_wrong()
@@ -332,7 +333,7 @@ class Preflight:
 
 
 def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
-    """Compare need and have: host memory by node, GPU memory by rank.
+    """Compare need and have: host memory by node, GPU memory by GPU.
 
     Args:
         ranks: Infos by rank.
@@ -348,11 +349,19 @@ def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iter
         named = f"ranks {', '.join(map(str, members))} on node {ranks[members[0]].node_ip}"
         cure = "spread the ranks over more nodes, or load in a narrower dtype"
         yield from _short(f"host memory of {named}", load, training, free, cure)
-    for info, need in zip(ranks, needs, strict=True):
-        if need.device_free_bytes is not None:
-            named = f"GPU memory of rank {info.rank} ({info.device} of node {info.node_ip})"
-            cure = "use more ranks, or Sharding(cpu_offload=True), or end what else uses the GPU"
-            yield from _short(named, need.device_bytes, need.device_training_bytes, need.device_free_bytes, cure)
+    gpus: dict[tuple[str, str], list[int]] = {}
+    for info in ranks:
+        gpus.setdefault((info.node_id, info.device), []).append(info.rank)
+    for (_, device), members in gpus.items():
+        gpu_free = [found for rank in members if (found := needs[rank].device_free_bytes) is not None]
+        if gpu_free:
+            who = f"rank {members[0]} (" if len(members) == 1 else f"ranks {', '.join(map(str, members))} (together on "
+            named = f"GPU memory of {who}{device} of node {ranks[members[0]].node_ip})"
+            load = sum(needs[rank].device_bytes for rank in members)
+            training = sum(needs[rank].device_training_bytes for rank in members)
+            cure = "use more ranks" if len(members) == 1 else "give each rank more of a GPU: Placement(gpus_per_rank=1)"
+            cure += ", or Sharding(cpu_offload=True), or end what else uses the GPU"
+            yield from _short(named, load, training, min(gpu_free), cure)
 
 
 def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterable[Finding]:

@@ -28,7 +28,7 @@ class Started:
     members: tuple[Member, ...]
     """Members by rank."""
     visible_gpus: tuple[str, ...]
-    """CUDA_VISIBLE_DEVICES by rank: all of the group's GPUs on the rank's node; empty for CPU ranks."""
+    """CUDA_VISIBLE_DEVICES by rank: all of the group's GPUs on the rank's node, each once; empty for CPU ranks."""
 
 
 def start_actors(
@@ -177,15 +177,17 @@ def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
 
 
 def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
-    """Number the actors by `rank_order`."""
+    """Number the actors by `rank_order`; the device is the one that Ray gave, by its place among the node's."""
     members: list[Member] = []
     gpus: dict[str, list[str]] = {}
     taken: Counter[str] = Counter()
     for rank, index in enumerate(rank_order(infos, own_node_id())):
         info, local_rank = infos[index], taken[infos[index].node_id]
         taken[info.node_id] += 1
-        gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
-        device = "cpu" if device_type == "cpu" else f"{device_type}:{local_rank}"
+        seen = gpus.setdefault(info.node_id, [])
+        # Ranks that share a GPU are neighbours in this order.
+        seen.extend(gpu for gpu in info.gpu_ids if gpu not in seen)
+        device = "cpu" if device_type == "cpu" else f"{device_type}:{len(seen) - 1}"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
         where = info.stacks_descriptor, info.log_paths, lifetime.actor_name(index), index
         members.append(Member(described, actors[index], *where))

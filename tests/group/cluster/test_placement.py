@@ -458,3 +458,88 @@ def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:
     ]
     assert rank_order(infos, driver_node="3") == [5, 2, 4, 1, 3, 0]
     assert rank_order(infos, driver_node="1") == [4, 1, 5, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("gpus_per_rank", "on_a_gpu"),
+    [(1, 1), (0.6, 1), (0.5, 2), (0.4, 2), (1 / 3, 3), (0.3, 3), (0.1, 10), (0.0001, 10**4)],
+)
+def test_ranks_that_share_gpus_are_counted_as_ray_does(gpus_per_rank: float, on_a_gpu: int) -> None:
+    """Gpu by gpu: no rank has parts of two."""
+    shared = Placement(gpus_per_rank=gpus_per_rank, cpus_per_rank=0)
+    assert choose_ranks("cuda", None, shared, 3, [1.0]) == ("cuda", 3 * on_a_gpu)
+    need = placement.rank_need("cuda", shared)
+    assert need == {"GPU": gpus_per_rank}
+    assert placement.ranks_that_fit({"CPU": 1.0, "GPU": 3.0}, need) == 3 * on_a_gpu
+    assert placement.ranks_that_fit({"CPU": 1.0, "GPU": 0.0}, need) == 0
+
+
+def test_ten_ranks_of_a_tenth_of_a_cpu_fit_one() -> None:
+    assert placement.ranks_that_fit({"CPU": 1.0}, {"CPU": 0.1}) == 10
+
+
+def test_a_part_of_a_gpu_is_refused_where_ranks_were_asked_to_run_on_cpus() -> None:
+    shared = Placement(gpus_per_rank=0.5)
+    with pytest.raises(ValueError, match=r"gpus_per_rank=0\.5\) with device='cpu': ranks on CPUs reserve no GPU"):
+        choose_ranks("cpu", 2, shared, 4, [8.0])
+    # The same program on a machine without GPUs.
+    assert choose_ranks(None, 2, shared, 0, [8.0]) == ("cpu", 2)
+
+
+SHARED = """
+import json
+import ray
+from raysharding import Placement, Timeouts
+from raysharding.group.actors.actor import ActorInfo
+from raysharding.group.cluster import Lifetime, cluster_cpus, cluster_gpus, choose_ranks, reserve, wait_placed
+from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.launch.start_actors import start_actors
+from ray.util.placement_group import placement_group
+
+ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False)
+
+def started(gpus_per_rank, world_size, given=None):
+    placement = Placement(gpus_per_rank=gpus_per_rank, cpus_per_rank=0.1, placement_group=given)
+    kind, world_size = choose_ranks("cuda", world_size, placement, cluster_gpus(), cluster_cpus())
+    reservation = reserve(world_size, kind, placement, Lifetime())
+    wait_placed(reservation, world_size, placement, 30.0)
+    spec = GroupSpec(checkpoint="/", placement=placement)
+    made, _ = start_actors(reservation, spec, world_size, kind, ["/"], None)
+    found = [one.info.device for one in made.members], list(made.visible_gpus)
+    return found, (made, reservation)
+
+def ended(kept):
+    for one in kept[0].members:
+        ray.kill(one.actor)
+    kept[1].release()
+
+found = {}
+found["all"], kept = started(0.5, None)
+ended(kept)
+found["more than half first"], one = started(0.6, 2)
+found["then less"], two = started(0.4, 2)
+ended(one)
+ended(two)
+given = placement_group([{"CPU": 0.1, "GPU": 1 / 3}] * 3)
+found["given"], _ = started(1 / 3, None, given)
+small = placement_group([{"CPU": 0.1, "GPU": 0.25}])
+try:
+    started(0.5, 1, small)
+except ValueError as error:
+    found["small"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_ranks_get_the_device_that_ray_gave_them() -> None:
+    """Not that of their number on the node; the node's GPUs are seen once each, in order."""
+    done = subprocess.run([sys.executable, "-c", SHARED], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["all"] == [["cuda:0", "cuda:0", "cuda:1", "cuda:1"], ["0,1"] * 4]
+    # Each group has a rank on each GPU: Ray fills one before the next, and two of 0.6 do not go on one.
+    assert found["more than half first"] == found["then less"] == [["cuda:0", "cuda:1"], ["0,1"] * 2]
+    devices, visible = found["given"]
+    assert devices == ["cuda:0"] * 3
+    assert set(visible) in ({"0"}, {"1"})
+    assert "holds 0.1 CPU, 0.25 GPU, but a rank needs 0.1 CPU, 0.5 GPU: change the bundles" in found["small"]

@@ -145,6 +145,24 @@ def test_a_plan_says_which_resource_is_short_where(checkpoint: Path) -> None:
     assert "<table>" in plan._repr_html_()
 
 
+def test_a_plan_adds_up_the_ranks_of_a_gpu(tmp_path: Path) -> None:
+    save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})
+    nodes = [NodeCapacity("a", 64, 2, 512 * GIB, 24 * GIB)]
+
+    def planned(gpus_per_rank: float) -> GroupPlan:
+        options: dict[str, Any] = {"model": one_linear(), "sharding": Sharding(wrap="none")}
+        placement = Placement(gpus_per_rank=gpus_per_rank)
+        return ShardedModelGroup.plan(tmp_path, nodes=nodes, placement=placement, **options)
+
+    whole, shared = planned(1.0), planned(0.4)
+    assert (whole.world_size, shared.world_size) == (2, 4)
+    assert whole.fits, whole
+    assert whole.nodes[0].device_bytes == whole.ranks[0].device_bytes
+    assert shared.nodes[0].device_bytes == sum(one.device_bytes for one in shared.ranks[:2])
+    (short,) = shared.shortages
+    assert short.startswith("a: GPU memory: 2 ranks that share a GPU need "), short
+
+
 def test_a_plan_for_gpus_that_nobody_has_yet(tmp_path: Path) -> None:
     # 7 B parameters in bf16 with AdamW: 7 × (2 + 2 + 2 + 2) GB over 8 ranks fit 24 GiB each, but not over 2.
     save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})

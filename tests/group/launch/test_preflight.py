@@ -222,7 +222,9 @@ def test_a_cluster_without_a_token_is_open_and_its_dashboard_too() -> None:
 
 
 def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
-    ranks = [RankInfo(rank, f"node{rank // 2}", f"10.0.0.{rank // 2}", 1, rank % 2, "cuda:0") for rank in range(4)]
+    ranks = [
+        RankInfo(rank, f"node{rank // 2}", f"10.0.0.{rank // 2}", 1, rank % 2, f"cuda:{rank % 2}") for rank in range(4)
+    ]
     fine = MemoryNeed(100, 0, 1000, 10, 5, 20)
     assert list(check_memory(ranks, [fine] * 4)) == []
     needs = [fine, fine, replace(fine, host_bytes=950), replace(fine, device_bytes=18)]
@@ -232,7 +234,20 @@ def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
         "host memory of ranks 2, 3 on node 10.0.0.1: 1.03 KiB are needed for shards and load"
     )
     assert not training.is_error
-    assert training.message.startswith("GPU memory of rank 3 (cuda:0 of node 10.0.0.1): 23 B are needed with gradients")
+    assert training.message.startswith("GPU memory of rank 3 (cuda:1 of node 10.0.0.1): 23 B are needed with gradients")
+
+
+def test_ranks_that_share_a_gpu_share_its_memory() -> None:
+    ranks = [RankInfo(rank, "node", "10.0.0.1", 1, rank, f"cuda:{rank // 2}") for rank in range(4)]
+    needs = [MemoryNeed(0, 0, 1000, need, 5, free) for need, free in ((9, 20), (9, 19), (4, 20), (4, 20))]
+    (training,) = check_memory(ranks, needs)
+    assert not training.is_error
+    who = "GPU memory of ranks 0, 1 (together on cuda:0 of node 10.0.0.1): "
+    assert training.message.startswith(f"{who}28 B are needed with gradients and optimizer state, 19 B are free")
+    (short,) = check_memory(ranks, [replace(one, device_bytes=10, device_training_bytes=0) for one in needs])
+    assert short.is_error
+    assert short.message.startswith(f"{who}20 B are needed for shards and load, 19 B are free: short by 1 B")
+    assert "Placement(gpus_per_rank=1)" in short.message
 
 
 def test_gpus_that_a_mask_hides_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
