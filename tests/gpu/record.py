@@ -48,11 +48,12 @@ class Record:
         return cls(Path(os.environ.get("RECORD", ".")), os.environ.get("PART", "by hand"))
 
     def check(self, what: str, run: Callable[[], object]) -> None:
-        """Run a check, whose result is its figure. Its line says `running` meanwhile, and stays so if it is killed."""
-        begun = time.monotonic()
+        """Run a check; a `str` that it returns is its figure. Its line says `running` meanwhile, and stays so if it is killed."""
+        begun, figure = time.monotonic(), None  # type: float, object
         index = self.line(what, "running")
         try:
-            figure, outcome = run(), "ok"
+            found = run()
+            figure, outcome = found if isinstance(found, str) else None, "ok"
         except Skipped as reason:
             figure, outcome = reason, "skipped"
         except BaseException as error:
@@ -164,9 +165,10 @@ def end(folder: Path, part: str, seconds: float, status: int) -> bool:
             record.line(text.strip(), "figure")
     if failed and outcome == "ok":
         outcome = "FAILED"
-    said = f"status {status}, {failed} checks failed" if outcome != "ok" else f"{len(own)} checks" if own else ""
-    last = next((text.strip() for text in reversed(lines) if text.strip()), "")
-    record.line(f"all of {part}", outcome, seconds, "; ".join(filter(None, (said, last))))
+    said = f"{len(own)} checks" if own else next((text.strip() for text in reversed(lines) if text.strip()), "")
+    if outcome != "ok":
+        said = f"status {status}, {failed} checks failed; see {output.name}; {said}"
+    record.line(f"all of {part}", outcome, seconds, said)
     return outcome == "ok"
 
 
