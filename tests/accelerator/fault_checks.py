@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding import CallTimeoutError, GroupError, RayshardingError
 from raysharding.batch import RankBatch, Split, deal
+from raysharding.checkpoint import FileReader
 from raysharding.config import Loading, Sharding, Timeouts
 from raysharding.distributed import (
     init_mesh,
@@ -42,7 +43,10 @@ from raysharding.distributed import (
 )
 from raysharding.distributed.comm import waits_for_others
 from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor
+from raysharding.distributed.loading import load as streams
 from raysharding.distributed.training import Accumulation, forward_backward, generate, optim_step
+from raysharding.distributed.transfer import sources
+from raysharding.errors import CheckpointError
 from tests import forking
 from tests.accelerator import group_checks
 from tests.accelerator.build import load_extension
@@ -178,11 +182,50 @@ def check_loss(name: str) -> None:
 
 
 def check_reader_threads(root: Path) -> None:
-    """The thread that reads files uses its rank's device alone. The first check of a process: it counts from there."""
+    """The threads that read use their rank's device alone. The first check of a process: it counts from there."""
     module = sharded(make_model().to("meta"))
-    load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
+    seen: set[threading.Thread] = set()
+    together, read = threading.Barrier(3), FileReader.read_ranges
+
+    def meet(self: FileReader, file: int, ranges: Any) -> None:
+        if threading.current_thread() not in seen and len(seen) < 3:
+            seen.add(threading.current_thread())
+            together.wait(20)  # three threads read at once
+        read(self, file, ranges)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(FileReader, "read_ranges", meet)
+        changed.setattr(streams, "JOB_BYTES", 256)
+        changed.setattr(sources, "JOB_BYTES", 256)
+        changed.setattr(streams, "READ_THREADS", 8)  # of two ranks
+        load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
+    assert len(seen) == 3
     touched = load_extension().touched()
     assert set(touched) == {dist.get_rank()}, touched
+
+
+def check_an_error_of_one_reading_thread(root: Path) -> None:
+    """All ranks raise it, no thread outlives the load, and the next load is right."""
+    read, calls = FileReader.read_ranges, iter(range(1000))
+
+    def fails(self: FileReader, file: int, ranges: Any) -> None:
+        if dist.get_rank() == 1 and next(calls) == 2:
+            raise CheckpointError("a dead disk", path="model.safetensors")
+        read(self, file, ranges)
+
+    for transport in ("local", "scatter", "broadcast"):
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(streams, "JOB_BYTES", 256)
+            changed.setattr(sources, "JOB_BYTES", 256)
+            changed.setattr(FileReader, "read_ranges", fails)
+            calls = iter(range(1000))
+            module = sharded(make_model().to("meta"))
+            options = Loading(transport, bucket_bytes=4096, num_readers=None if transport == "local" else 2)
+            with pytest.raises(RayshardingError, match="a dead disk"):
+                load_checkpoint(module, root / "model.safetensors", loading=options)
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("raysharding-read")]
+        assert not left, left
+    load_checkpoint(sharded(make_model().to("meta")), root / "model.safetensors", loading=Loading("local"))
 
 
 def check_offloaded_state(root: Path) -> None:
@@ -303,6 +346,7 @@ def die_and_say_something_else(*_: Any) -> None:
 
 CHECKS = (
     check_reader_threads,
+    check_an_error_of_one_reading_thread,
     check_offloaded_state,
     check_offloaded_state_of_whole_matrices,
     check_labels_of_a_loss_function,

@@ -19,7 +19,9 @@ from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.fully_shard import local_tensor
+from raysharding.distributed.loading import load
 from raysharding.distributed.saving import save
+from raysharding.distributed.transfer import sources
 from raysharding.distributed.transfer.stream import ReadAhead
 from raysharding.models import build_module
 from tests.accelerator.build import load_extension
@@ -196,19 +198,32 @@ def no_wait_for_copies() -> None:
 
     def without_event(self: ReadAhead, timeout_s: float, reading: Callable[[int], None]) -> None:
         self._wait(timeout_s, reading)
+        self._taken += 1
 
     ReadAhead.next = without_event  # type: ignore[method-assign]
 
 
 def no_wait_before_reads() -> None:
     """Reads overwrite a buffer from which bytes are still copied."""
-    fill = ReadAhead._fill
+    wait = ReadAhead._wait_for_copies
 
-    def without_event(self: ReadAhead, index: int, bucket: Any, slot: Any) -> None:
+    def without_event(self: ReadAhead, slot: Any) -> None:
         slot.copied = None
-        fill(self, index, bucket, slot)
+        wait(self, slot)
 
-    ReadAhead._fill = without_event  # type: ignore[method-assign]
+    ReadAhead._wait_for_copies = without_event  # type: ignore[method-assign]
+
+
+def no_wait_for_other_threads() -> None:
+    """A buffer counts as filled once the first of its threads has read."""
+    copy = ReadAhead._copy
+
+    def after_the_first(self: ReadAhead, slot: Any, parts: Any) -> None:
+        copy(self, slot, parts)
+        self._record(slot)
+        self._filled[next(index for index, own in enumerate(self.slots) if own is slot)].set()
+
+    ReadAhead._copy = after_the_first  # type: ignore[method-assign]
 
 
 def no_wait_for_messages() -> None:
@@ -241,12 +256,14 @@ def loaded_and_saved(root: Path, mutate: Callable[[], None]) -> None:
         load_extension().set_collective_delay_us(3 * DELAY_US)
         load_extension().set_copy_delay_us(0)
     path = root / "model.safetensors"
-    module = shard_module(build_module(make_model, open_checkpoint(path), None), init_mesh("sim"))
-    load_checkpoint(module, path, loading=Loading("scatter", bucket_bytes=16 << 10))
+    sources.JOB_BYTES = load.JOB_BYTES = 4096  # several threads read each bucket
     rows = {name: full.chunk(dist.get_world_size())[dist.get_rank()] for name, full in load_file(path).items()}
-    parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
-        assert torch.equal(local_tensor(parameter).cpu(), rows[name]), f"{name} is wrong after the load"
+    for transport in ("local", "broadcast", "scatter"):
+        module = shard_module(build_module(make_model, open_checkpoint(path), None), init_mesh("sim"))
+        load_checkpoint(module, path, loading=Loading(transport, bucket_bytes=16 << 10))
+        parameters = dict(module.named_parameters())
+        for name, parameter in parameters.items():
+            assert torch.equal(local_tensor(parameter).cpu(), rows[name]), f"{name} is wrong after the load"
     copied = save.HostMemory().copies(parameters, "weights")
     for name, tensor in copied.items():
         assert torch.equal(local_tensor(tensor), rows[name]), f"{name} is wrong in the save"
@@ -263,6 +280,7 @@ def outcome_of_mutant(root: Path, mutate: Callable[[], None]) -> str:
         (unchanged, ""),
         (no_wait_for_copies, "is wrong after the load"),
         (no_wait_before_reads, "is wrong after the load"),
+        (no_wait_for_other_threads, "is wrong after the load"),
         (no_wait_for_messages, "is wrong after the load"),
         (no_wait_for_a_save, "is wrong in the save"),
     ],

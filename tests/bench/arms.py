@@ -12,7 +12,12 @@ from raysharding.config import Loading, Sharding
 from raysharding.distributed import load_checkpoint
 from tests.bench.case import Arm, Case, Run
 from tests.bench.checkpoints import KINDS, Kind, build
-from tests.bench.floors import prepare_pinned_floor, prepare_preadv_floor, prepare_scatter_floor
+from tests.bench.floors import (
+    prepare_pinned_floor,
+    prepare_preadv_floor,
+    prepare_read_threads_floor,
+    prepare_scatter_floor,
+)
 from tests.bench.peers import PEERS, Peer, load_with_forward
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -48,8 +53,9 @@ def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
     arms = [
         *map(own_arm, OPTIONS),
         Arm("preadv_floor", prepare_preadv_floor, is_floor=True, device_type="cpu"),
+        Arm("read_threads_floor", prepare_read_threads_floor, is_floor=True),
         Arm("scatter_floor", prepare_scatter_floor, is_floor=True, device_type="cpu"),
-        Arm("pinned_floor", prepare_pinned_floor, is_floor=True, device_type="cuda"),
+        Arm("pinned_floor", prepare_pinned_floor, is_floor=True),
         *(peer_arm(peer, kind) for peer in PEERS.values()),
         mmap_forward_arm(kind),
     ]

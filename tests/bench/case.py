@@ -26,7 +26,7 @@ class Case:
     sharding: Sharding = field(default_factory=Sharding)
     """Sharding of the module."""
     device_type: str = "cpu"
-    """`"cpu"` or `"cuda"`."""
+    """`"cpu"`, `"cuda"`, or `"sim"`, the simulated device, which shows that arms run, not their speed."""
 
 
 Run = Callable[[], LoadReport | nn.Module | None]

@@ -50,7 +50,8 @@ class Kind:
 
 
 _NO_MODEL = dict.fromkeys(
-    ("transformers", "transformers_forward"), "builds transformers models only, and this is a plain module"
+    ("transformers", "transformers_forward", "transformers_device_map"),
+    "builds transformers models only, and this is a plain module",
 )
 _NO_PLAIN = "takes every entry of the state dict for a DTensor, and finds no parameters of a plain module's root"
 _NO_FLOAT8 = dict.fromkeys(("accelerate", "torch", "fastsafetensors"), "gloo sends no float8: `Invalid scalar type`")

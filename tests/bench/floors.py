@@ -1,15 +1,20 @@
 """Floors: the minimal work of a load and nothing else. A floor's time shows how close a transport is to the machine.
 
-`preadv` reads a rank's own byte ranges into its shards, as `local` must. `scatter` sends as many bytes as the shards
-hold from rank 0's memory through gloo, as `scatter` through sockets must. `prepare_*` makes the plans, untimed.
+`preadv` reads a rank's own byte ranges into its shards, as `local` must; `read_threads` does so by as many threads as a
+load has, on accelerators into pinned buffers of the threads. `pinned` copies as many bytes as the shards hold from one
+pinned buffer to the device. On accelerators the lower of these two is a load's floor. `scatter` sends as many bytes as
+the shards hold from rank 0's memory through gloo, as `scatter` through sockets must. `prepare_*` makes the plans,
+untimed.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +24,8 @@ from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed import materialize
 from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors, tensor_layout
-from raysharding.distributed.transfer.sources import as_memory
+from raysharding.distributed.loading.load import read_threads
+from raysharding.distributed.transfer.sources import JOB_BYTES, as_memory
 from raysharding.models import Target, map_keys
 from tests.bench.case import Case, Run
 
@@ -131,6 +137,40 @@ def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
         with stack:
             for read in reads:
                 _read_all(read)
+
+    return run
+
+
+def prepare_read_threads_floor(case: Case, module: nn.Module) -> Run:
+    """Prepare every rank's reads of its own ranges by the threads of a load, `JOB_BYTES` each; nothing is copied."""
+    checkpoint = open_checkpoint(case.checkpoint)
+    materialize(module, torch.device("cpu"))
+    stack = ExitStack()
+    descriptors = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in checkpoint.files]
+    for descriptor in descriptors:
+        stack.callback(os.close, descriptor)
+    num_threads = read_threads(torch.device(case.device_type), dist.get_world_size())
+    jobs: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+    for item in own_ranges(module, checkpoint):
+        for first in range(0, item.view.nbytes, JOB_BYTES):
+            view = item.view[first : first + JOB_BYTES]
+            jobs.put(_Read(descriptors[item.file], item.offset + first, [view], view.nbytes))
+    buffers: list[memoryview | None] = [None] * num_threads
+    if is_accelerator(torch.device(case.device_type)):
+        materialize(module, current_device(case.device_type))
+        buffers = [as_memory(torch.empty(JOB_BYTES, dtype=torch.uint8, pin_memory=True)) for _ in buffers]
+
+    def work(buffer: memoryview | None) -> None:
+        while True:
+            try:
+                read = jobs.get_nowait()
+            except queue.Empty:
+                return
+            _read_all(read if buffer is None else replace(read, views=[buffer[: read.num_bytes]]))
+
+    def run() -> None:
+        with stack, ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(work, buffers))
 
     return run
 

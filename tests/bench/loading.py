@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size-gib", type=float, help="size of the checkpoint that is made; default: the kind's own")
     parser.add_argument("--loading", type=json.loads, default={}, help="fields of Loading for all our arms, as JSON")
     parser.add_argument("--replicate-size", type=int, default=1, help="HSDP replicas")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "sim"))
     parser.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load")
     parser.add_argument("--shared-network", action="store_true", help="do not make a network namespace for the ranks")
     parser.add_argument("--json", action="store_true", help="lines of JSON on stdout; the table goes to stderr then")

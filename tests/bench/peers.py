@@ -7,7 +7,7 @@ with this rank's shards. `PEERS` lists them. transformers builds its own module:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
+from raysharding.distributed.comm import current_device
 from raysharding.distributed.fully_shard.layout import message_device
 from raysharding.models import build_module
 
@@ -179,17 +180,45 @@ def load_with_safetensors_cuda(module: nn.Module, directory: Path) -> None:
     device = message_device(module)
     if device.type != "cuda":
         raise ValueError(f"the module is sharded over a {device.type} mesh: this loader fills modules on GPUs")
+    files = checkpoint_files(directory)
+    assign_rows(module, (item for file in files for item in load_file(file, device=str(device)).items()))
+
+
+def load_with_runai(module: nn.Module, directory: Path) -> None:
+    """run:ai's streamer: every rank streams all files to its device, and keeps its rows."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files([str(file) for file in checkpoint_files(directory)], device=str(message_device(module)))
+        assign_rows(module, streamer.get_tensors())
+
+
+def load_with_instanttensor(module: nn.Module, directory: Path) -> None:
+    """InstantTensor, all files in one call; with several ranks it coordinates their reads through NCCL.
+
+    Through the page cache, as all arms: its default, direct I/O, is for cold files.
+    """
+    from instanttensor import BackendPolicy, safe_open
+
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    files = [str(file) for file in checkpoint_files(directory)]
+    device = message_device(module)
+    with safe_open(files, "pt", device, process_group=group, backend=BackendPolicy.BUFFERED) as opened:
+        assign_rows(module, opened.tensors())
+
+
+def assign_rows(module: nn.Module, full: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make this rank's rows of full tensors, which own their memory, the module's shards."""
     targets = module.state_dict()
     loaded: dict[str, Any] = {}
-    for file in checkpoint_files(directory):
-        for name, tensor in load_file(file, device=str(device)).items():
-            target = targets[name]
-            if not isinstance(target, DTensor):
-                loaded[name] = tensor.to(target.dtype)
-                continue
-            rows = _own_rows(tensor, target)
-            # A view of some rows would keep the whole tensor.
-            loaded[name] = _as_shard(rows if len(rows) == len(tensor) else rows.clone(), target)
+    for name, tensor in full:
+        target = targets[name]
+        if not isinstance(target, DTensor):
+            loaded[name] = tensor.to(target.dtype)
+            continue
+        rows = _own_rows(tensor, target)
+        # A view of some rows would keep the whole tensor.
+        loaded[name] = _as_shard(rows if len(rows) == len(tensor) else rows.clone(), target)
     assign(module, loaded)
 
 
@@ -240,6 +269,20 @@ def load_with_transformers(directory: Path, dtype: torch.dtype | None = None) ->
     return model
 
 
+def load_with_device_map(directory: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """transformers without sharding: `device_map` with this rank's device, one rank only."""
+    import transformers
+    from transformers import AutoConfig
+
+    if dist.get_world_size() > 1:
+        raise ValueError("device_map puts the whole model on one device: measure it with --world-size 1")
+    model_class = getattr(transformers, AutoConfig.from_pretrained(directory).architectures[0])
+    backends = (one.split(":") for one in dist.get_backend_config().split(","))
+    device = current_device(next((kind for kind, backend in backends if backend != "gloo"), "cpu"))
+    model: nn.Module = model_class.from_pretrained(directory, dtype=dtype or "auto", device_map={"": device})
+    return model
+
+
 def transformers_with_forward(directory: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """`load_with_transformers` to the end of the first forward: what a lazily mapped load costs shows only there."""
     module = load_with_transformers(directory, dtype)
@@ -275,8 +318,11 @@ _PEERS = (
     Peer("torch", load_with_torch, requires=("torch", "torch.distributed.checkpoint.state_dict")),
     Peer("dcp", load_with_dcp, requires=("torch", "torch.distributed.checkpoint.hf_storage")),
     Peer("transformers", None, load_with_transformers, requires=_TRANSFORMERS),
+    Peer("transformers_device_map", None, load_with_device_map, requires=(*_TRANSFORMERS, "accelerate")),
     Peer("transformers_forward", None, transformers_with_forward, requires=_TRANSFORMERS),
     Peer("fastsafetensors", load_with_fastsafetensors, requires=("fastsafetensors",)),
+    Peer("runai", load_with_runai, requires=("runai_model_streamer",)),
+    Peer("instanttensor", load_with_instanttensor, requires=("instanttensor",), device="cuda"),
     Peer("safetensors_cuda", load_with_safetensors_cuda, requires=("safetensors", "safetensors.torch"), device="cuda"),
 )
 

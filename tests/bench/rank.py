@@ -90,7 +90,7 @@ class Session:
 
     def __init__(self, case: Case, arms: dict[str, Arm]) -> None:
         self.case = case
-        self.arms = {name: arm for name, arm in arms.items() if arm.device_type in (None, case.device_type)}
+        self.arms = arms
         self._mesh: DeviceMesh = init_mesh(case.device_type, case.sharding)
 
     def load(self, command: Command) -> dict[str, Any]:
@@ -103,6 +103,8 @@ class Session:
             The answer: figures, or the reason why the arm cannot load the case.
         """
         arm = self.arms[command.arm]
+        if arm.device_type not in (None, self.case.device_type):
+            return {"cannot": f"ValueError: {arm.name}: on {arm.device_type} only"}
         gc.collect()  # FSDP modules are in reference cycles: the last module's memory must be free
         try:
             module = shard_module(self.case.build(), self._mesh, self.case.sharding)
@@ -179,6 +181,10 @@ def _read_commands(finished: threading.Event) -> queue.SimpleQueue[Command | Non
 
 def _start_process_group(spec: Spec, device_type: str) -> None:
     torch.set_num_threads(1)
+    if device_type == "sim":
+        from tests.accelerator.device import register
+
+        register()
     device, backend = torch.device(device_type), "gloo"
     if is_accelerator(device):
         devices = device_module(device)

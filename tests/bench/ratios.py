@@ -27,6 +27,9 @@ RATIOS = (
     ("dcp", "local"),
     ("transformers_forward", "mmap_forward"),
     ("auto", "pinned_floor"),
+    ("auto", "read_threads_floor"),
+    ("local", "pinned_floor"),
+    ("local", "read_threads_floor"),
     ("safetensors_cuda", "auto"),
 )
 """(arm, base) pairs whose ratios end a table, if both were measured."""

@@ -26,6 +26,7 @@ from raysharding.distributed.comm.device import (
     device_uuid,
     is_accelerator,
     is_available,
+    let_segments_grow,
     passes_shared_device,
     set_current_device,
     share_device,

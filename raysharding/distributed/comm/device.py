@@ -15,6 +15,11 @@ import torch.distributed as dist
 _MULTI_RANK, _MULTI_RANK_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 """NCCL's variable that lets ranks of one communicator share a GPU, and the first version that reads it."""
 
+_ALLOCATOR_VARIABLES = {
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+}
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Return True if a device has streams and memory of its own: neither `cpu` nor `meta`."""
@@ -73,6 +78,15 @@ def nccl_version(device: torch.device) -> tuple[int, ...] | None:
         return None
     version: tuple[int, ...] = torch.cuda.nccl.version()
     return version
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Make CUDA's caching allocator use expandable segments, which fragment less; before its first allocation.
+
+    Not where the user has set up the allocator, or lets NCCL register its segments: torch drops that for these (2.13).
+    """
+    if device.type == "cuda" and not _ALLOCATOR_VARIABLES & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def is_available(device_type: str) -> bool:

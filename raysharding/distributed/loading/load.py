@@ -22,7 +22,7 @@ from raysharding.checkpoint import Checkpoint, FileReader
 from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -49,12 +49,12 @@ from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
+    JOB_BYTES,
     Broadcast,
     BucketStream,
     BucketTransport,
     LocalShards,
     MemoryPeak,
-    ReadThreads,
     Routes,
     Scatter,
     SharedRings,
@@ -71,7 +71,10 @@ from raysharding.gc_pause import paused_gc
 from raysharding.models import name_base
 
 READ_THREADS = 4
-"""Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
+"""Threads that read, of all readers of a host: a disk of several GB/s and the page cache need more than one. An
+accelerator takes more than these read: there as many as this process may use cores."""
+MAX_READ_THREADS = 16
+"""Most threads of one rank that read for an accelerator."""
 
 _log = logging.getLogger("raysharding")
 
@@ -275,6 +278,12 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: Sha
     return ring
 
 
+def read_threads(device: torch.device, readers_per_host: int) -> int:
+    """Return how many threads of a rank read local files."""
+    cores = len(os.sched_getaffinity(0)) if is_accelerator(device) else 0
+    return max(1, min(MAX_READ_THREADS, max(READ_THREADS, cores) // readers_per_host))
+
+
 def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:
     """Run the stream from the source that this rank has.
 
@@ -283,15 +292,17 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     """
     if plan.files is None:
         return stream.run(None), 0
-    num_threads = READ_THREADS // len(plan.read_plan.readers)  # many readers keep a machine busy as it is
-    if plan.files and is_remote(plan.files[0].path):
+    num_threads = read_threads(context.device, plan.read_plan.readers_per_host)
+    if not plan.files:
+        num_threads = 1  # a state dict's items are accessed one after the other
+    elif is_remote(plan.files[0].path):
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
-    with FileReader(plan.files) as reader, ExitStack() as stack:
-        threads = stack.enter_context(ReadThreads(num_threads))
+    with FileReader(plan.files) as reader:
         targets = plan.match.keys.targets if plan.match is not None else {}
         cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, threads)
-        error = stream.run(source)
+        piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
+        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, piece_bytes)
+        error = stream.run(source, num_threads)
         if error is None:
             try:
                 reader.verify_unchanged()

@@ -52,7 +52,6 @@ from raysharding.distributed.transfer import (
     Extents,
     MemoryPeak,
     PlannedTensor,
-    ReadThreads,
     Request,
     TensorSource,
     as_memory,
@@ -465,13 +464,13 @@ def make_source(
     targets: Mapping[str, Target],
     cache_bytes: int,
     checksums: Checksums | None = None,
-    threads: ReadThreads | None = None,
+    piece_bytes: int | None = None,
 ) -> TensorSource:
     """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
     tensors = {} if match is None else match.checkpoint.tensors
     if match is not None and match.state_dict is not None:
         return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
-    return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, threads or ReadThreads(1))
+    return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, piece_bytes)
 
 
 def _read_elements(source: TensorSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:

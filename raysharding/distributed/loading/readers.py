@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,6 +87,8 @@ class ReadPlan:
     """Ranks that read files."""
     reason: str
     """Reason, as text."""
+    readers_per_host: int = 1
+    """Readers of the host that has most."""
 
 
 def with_local_files(checkpoint: Checkpoint) -> Checkpoint:
@@ -180,7 +183,8 @@ def plan_reads(
     if transport == "auto":
         asked, transport = "auto", "local" if len(readers) == len(by_rank) else "scatter"
     reason = f"{asked}: {who} the files ({there.file_system}){shared}"
-    return ReadPlan(transport, tuple(sorted(readers)), reason)
+    hosts = Counter(tuple(by_rank[rank].host) for rank in readers)
+    return ReadPlan(transport, tuple(sorted(readers)), reason, max(hosts.values()))
 
 
 def _require_same_content(

@@ -9,15 +9,16 @@ Note: lazily read values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import TensorInfo
-from raysharding.distributed.transfer import Extent, Request, TensorSource
+from raysharding.distributed.transfer import Extent, Job, Request, TensorSource
 from raysharding.errors import PlanError
 
 NAME = "the state dict"
@@ -74,7 +75,7 @@ def why_refused(value: object) -> str | None:
 
 @dataclass
 class StateDictSource(TensorSource):
-    """A `TensorSource` over a `Rank0StateDict`, on rank 0 only."""
+    """A `TensorSource` over a `Rank0StateDict`, on rank 0 only. One job at a time: a thread accesses the items."""
 
     state_dict: Rank0StateDict
     """The values."""
@@ -82,7 +83,12 @@ class StateDictSource(TensorSource):
     """Bytes copied into buffers and shards."""
     _last: tuple[str, torch.Tensor] | None = field(default=None, init=False)
 
-    def _read_parts(self, parts: Sequence[tuple[Extent, Request]]) -> None:
+    def _part_jobs(
+        self, parts: Sequence[tuple[Extent, Request]], filled: Callable[[Sequence[Request]], None]
+    ) -> list[Job]:
+        return [partial(self._read_parts, parts, filled)] if parts else []
+
+    def _read_parts(self, parts: Sequence[tuple[Extent, Request]], filled: Callable[[Sequence[Request]], None]) -> None:
         """Access each key once, and keep the last value for the next call."""
         by_key: dict[str, list[tuple[Extent, Request]]] = {}
         for extent, part in parts:
@@ -95,6 +101,7 @@ class StateDictSource(TensorSource):
                 out.copy_(flat[first : first + out.numel()])
                 self.num_bytes_read += out.nbytes
             del flat  # before the next one is loaded
+        filled([part for _, part in parts])
 
     def _read_whole(self, key: str) -> torch.Tensor:
         value = self._load(key).cpu()

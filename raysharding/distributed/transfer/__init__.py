@@ -47,11 +47,12 @@ from raysharding.distributed.transfer.shared_memory import (
     share_rings,
 )
 from raysharding.distributed.transfer.sources import (
+    JOB_BYTES,
     REMOTE_GAP_BYTES,
     CheckpointSource,
     Extent,
     Extents,
-    ReadThreads,
+    Job,
     Request,
     TensorSource,
     as_bytes,

@@ -1,11 +1,11 @@
 """Sources of a reader: ranges of checkpoint files, read directly into buffers and shards.
 
-Several threads read at a time: one thread reaches neither the rate of a fast disk nor that of the page cache.
+A source splits what is requested into jobs, which `ReadAhead` runs in several threads: one thread reaches neither the
+rate of a fast disk nor that of the page cache.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -25,103 +25,23 @@ from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
 
 Job = Callable[[], None]
-
-
-class _Batch:
-    """Jobs of one `ReadThreads.run`."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self._left = num_jobs
-        self._lock = threading.Lock()
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def run(self, job: Job) -> None:
-        try:
-            if self.error is None:
-                job()
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = self.error or error
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self.done.set()
-
-
-_END_S = 0.2
-"""Longest wait for the end of a thread, in seconds; it may hang in a read."""
-
-
-class ReadThreads:
-    """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
-
-    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
-
-    Args:
-        num_threads: Number of jobs that run at once.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
-        make = partial(threading.Thread, target=self._work, name="raysharding-read", daemon=True)
-        self._others = [make() for _ in range(num_threads - 1)]
-        for thread in self._others:
-            thread.start()
-
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs and wait for them; raises the first error of a job."""
-        if not self._others:
-            for job in jobs:
-                job()
-            return
-        batch = _Batch(len(jobs))
-        for job in jobs[1:]:
-            self._jobs.put((batch, job))
-        for job in jobs[:1]:
-            batch.run(job)
-            self._help()
-            batch.done.wait()
-        if batch.error is not None:
-            raise batch.error
-
-    def _help(self) -> None:
-        """Run jobs until none is left."""
-        while True:
-            try:
-                item = self._jobs.get_nowait()
-            except queue.Empty:
-                return
-            if item is None:  # closed while it ran, after a read that stalled: the end of another thread
-                self._jobs.put(None)
-                return
-            item[0].run(item[1])
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            item[0].run(item[1])
-
-    def __enter__(self) -> ReadThreads:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _ in self._others:
-            self._jobs.put(None)
-        for thread in self._others:
-            thread.join(_END_S)  # it holds the memory that it read into last
-
+"""Reads a part of what was requested; jobs of one source run at once unless it says otherwise."""
 
 JOB_BYTES = 4 << 20
-"""Bytes per job; a read call, and a job of several calls, ends when it reaches this."""
+"""Bytes per job of several ranges, which ends when it reaches this. For an accelerator, longer ranges of a local file
+are read in pieces of this size: many threads share a bucket, and what one has read is in the cache when it is copied.
+"""
+PIECE_BYTES = 16 << 20
+"""A longer range of a local file is read in pieces, so that a slow disk reports progress."""
 LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
 """Ranges of a remote file that are closer than this are read by one request, including the gap, because a request takes
 as long as that many bytes. A local read has no such cost."""
 MAX_OVERREAD = 1.0625
 """Bytes of a request to a store ÷ bytes wanted of it; gaps that would make it more are not read."""
-PIECE_BYTES = 16 << 20
-"""A longer range of a local file is read in pieces, so that a slow disk reports progress."""
-SCRATCH_BYTES = 4 << 20
-"""Size of the scratch buffer for values whose dtype in the file is wider than on the wire."""
+SCRATCH_BYTES = 1 << 20
+"""Size of a thread's scratch buffer for values whose dtype in the file is wider than on the wire; for a remote file
+that of a job, because a request takes as long as many bytes."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,8 +79,6 @@ class Extent(NamedTuple):
     """dtype in the file."""
 
 
-_Piece = tuple[int, int, memoryview, Extent]
-"""(file, first byte, destination, extent)."""
 _Part = tuple[Extent, "Request"]
 """An extent, and what is requested of it."""
 Extents = tuple[Extent, ...] | None
@@ -196,7 +114,7 @@ def extents_from_json(value: Any) -> Extents:
 
 
 class Request(NamedTuple):
-    """A range of a tensor, and the memory for its bytes."""
+    """A range of a tensor, and the memory for its bytes; or a part of such a request."""
 
     fqn: str
     """The tensor."""
@@ -208,6 +126,36 @@ class Request(NamedTuple):
     """dtype of the bytes in memory."""
     memory: memoryview
     """Writable memory of the size of the elements in `dtype`."""
+    tag: Any = None
+    """Anything of the caller's, which parts of the request keep."""
+
+    def part(self, start: int, stop: int) -> Request:
+        """Return the part from element `start` to `stop`."""
+        first, last = ((end - self.start) * self.dtype.itemsize for end in (start, stop))
+        return self._replace(start=start, stop=stop, memory=self.memory[first:last])
+
+
+class _Piece(NamedTuple):
+    """A part of a request that one job reads."""
+
+    file: int
+    """Index into the checkpoint's files."""
+    offset: int
+    """First byte in the file."""
+    part: Request
+    """The part."""
+    extent: Extent
+    """The extent that holds it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return (self.part.stop - self.part.start) * self.extent.dtype.itemsize
+
+    @property
+    def narrows(self) -> bool:
+        """True if the elements are wider in the file."""
+        return self.extent.dtype != self.part.dtype
 
 
 @dataclass
@@ -227,6 +175,7 @@ class TensorSource(ABC):
     cache_bytes: int
     """Size of the cache of converted targets: that of a bucket, whose sections request ranges in turn."""
     _kept: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     @abstractmethod
@@ -234,11 +183,20 @@ class TensorSource(ABC):
         """Bytes read so far."""
 
     def read(self, requests: Iterable[Request]) -> None:
-        """Fill the memory of every request.
+        """Fill the memory of every request, by one job after the other; raises as `jobs`."""
+        for job in self.jobs(requests, lambda parts: None):
+            job()
 
-        Raises:
-            CheckpointError: A file is unreadable.
-            PlanError: A value of a state dict changed since the plan.
+    def jobs(self, requests: Iterable[Request], filled: Callable[[Sequence[Request]], None]) -> list[Job]:
+        """Return jobs that together fill the memory of every request.
+
+        Args:
+            requests: The requests.
+            filled: Called by each job at its end, with the parts of requests whose memory it has filled.
+
+        Returns:
+            The jobs, which raise CheckpointError if a file is unreadable, and PlanError if a value of a state dict
+            changed since the plan.
         """
         parts: list[_Part] = []
         computed: dict[str, list[Request]] = {}
@@ -247,19 +205,24 @@ class TensorSource(ABC):
             if extents is None:
                 computed.setdefault(request.fqn, []).append(request)
                 continue
-            for extent, start, stop in overlaps(extents, request.start, request.stop):
-                first, last = ((end - request.start) * request.dtype.itemsize for end in (start, stop))
-                part = request._replace(start=start, stop=stop, memory=request.memory[first:last])
-                parts.append((extent, part))
-        self._read_parts(parts)
-        for fqn, wanted in computed.items():  # one after the other: each is computed once
+            parts += [
+                (extent, request.part(start, stop))
+                for extent, start, stop in overlaps(extents, request.start, request.stop)
+            ]
+        jobs = self._part_jobs(parts, filled)
+        return [*jobs, *(partial(self._compute, fqn, wanted, filled) for fqn, wanted in computed.items())]
+
+    @abstractmethod
+    def _part_jobs(self, parts: Sequence[_Part], filled: Callable[[Sequence[Request]], None]) -> list[Job]:
+        """Return jobs that fill the memory of requests that lie in one extent each."""
+
+    def _compute(self, fqn: str, wanted: Sequence[Request], filled: Callable[[Sequence[Request]], None]) -> None:
+        # One thread at a time: each target is computed once, and those in memory are counted.
+        with self._lock:
             whole = self._converted(fqn)
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
-
-    @abstractmethod
-    def _read_parts(self, parts: Sequence[_Part]) -> None:
-        """Fill the memory of requests that lie in one extent each."""
+        filled(wanted)
 
     @abstractmethod
     def _read_whole(self, key: str) -> torch.Tensor:
@@ -285,8 +248,8 @@ class CheckpointSource(TensorSource):
     """Reads the files."""
     checksums: Checksums | None = None
     """Receives all bytes that are read."""
-    threads: ReadThreads = field(default_factory=lambda: ReadThreads(1))
-    """Run the reads. Default: one read at a time."""
+    piece_bytes: int | None = None
+    """Longest range of a local file that a job reads at once. Default: `PIECE_BYTES`."""
 
     def __post_init__(self) -> None:
         self._remote = [is_remote(file.path) for file in self.reader.files]
@@ -296,70 +259,72 @@ class CheckpointSource(TensorSource):
         """See `TensorSource`."""
         return self.reader.num_bytes_read
 
-    def _read_parts(self, parts: Sequence[_Part]) -> None:
-        pieces: list[_Piece] = []
-        for extent, part in parts:
-            offset = extent.offset + (part.start - extent.start) * extent.dtype.itemsize
-            if extent.dtype != part.dtype:
-                self._read_narrowing(extent, offset, torch.frombuffer(part.memory, dtype=part.dtype))
-                continue
-            step = part.memory.nbytes if self._remote[extent.file] else PIECE_BYTES
-            pieces += [
-                (extent.file, offset + done, part.memory[done : done + step], extent)
-                for done in range(0, part.memory.nbytes, step)
-            ]
-        pieces.sort(key=lambda piece: piece[:2])
-        self._read_pieces(pieces)
-
-    def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
-        """Read sorted pieces, adjacent ones by one call, with several calls at once."""
+    def _part_jobs(self, parts: Sequence[_Part], filled: Callable[[Sequence[Request]], None]) -> list[Job]:
+        """Return jobs for the parts, adjacent ones of a file together."""
+        pieces = sorted((piece for extent, part in parts for piece in self._pieces(extent, part)), key=_position)
         jobs: list[list[Sequence[_Piece]]] = []
         num_bytes = 0
-        for file, found in self._ranges(pieces):
-            if not jobs or num_bytes >= JOB_BYTES or self._remote[file] or file != jobs[-1][0][0][0]:
+        for found in self._ranges(pieces):
+            file = found[0].file
+            if not jobs or num_bytes >= JOB_BYTES or self._remote[file] or file != jobs[-1][0][0].file:
                 jobs.append([])
                 num_bytes = 0
             jobs[-1].append(found)
-            num_bytes += sum(piece[2].nbytes for piece in found)
-        self.threads.run([partial(self._read_ranges, job) for job in jobs])
+            num_bytes += sum(piece.num_bytes for piece in found)
+        return [partial(self._read_ranges, job, filled) for job in jobs]
 
-    def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
-        """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""
+    def _pieces(self, extent: Extent, part: Request) -> Iterator[_Piece]:
+        size = extent.dtype.itemsize
+        step = part.stop - part.start if self._remote[extent.file] else (self.piece_bytes or PIECE_BYTES) // size
+        for start in range(part.start, part.stop, step):
+            own = part.part(start, min(start + step, part.stop))
+            yield _Piece(extent.file, extent.offset + (start - extent.start) * size, own, extent)
+
+    def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+        """Yield pieces that are close in a file, each time of up to `JOB_BYTES`."""
         first = 0
         while first < len(pieces):
-            file, start, memory, _ = pieces[first]
-            end, last = start + memory.nbytes, first + 1
-            gap = REMOTE_GAP_BYTES if self._remote[file] else LOCAL_GAP_BYTES
-            wanted = memory.nbytes
-            while last < len(pieces) and end - start < JOB_BYTES:
-                next_file, offset, memory, _ = pieces[last]
-                wanted += memory.nbytes
-                is_close = 0 <= offset - end <= gap and offset + memory.nbytes - start <= MAX_OVERREAD * wanted
-                if next_file != file or not is_close:
+            head, last = pieces[first], first + 1
+            end = head.offset + head.num_bytes
+            gap = REMOTE_GAP_BYTES if self._remote[head.file] else LOCAL_GAP_BYTES
+            wanted = head.num_bytes
+            while last < len(pieces) and end - head.offset < JOB_BYTES:
+                piece = pieces[last]
+                wanted += piece.num_bytes
+                next_end = piece.offset + piece.num_bytes
+                is_close = 0 <= piece.offset - end <= gap and next_end - head.offset <= MAX_OVERREAD * wanted
+                if piece.file != head.file or not is_close or head.narrows or piece.narrows:
                     break
-                end = offset + memory.nbytes
+                end = next_end
                 last += 1
-            yield file, pieces[first:last]
+            yield pieces[first:last]
             first = last
 
-    def _read_ranges(self, ranges: Sequence[Sequence[_Piece]]) -> None:
+    def _read_ranges(self, ranges: Sequence[Sequence[_Piece]], filled: Callable[[Sequence[Request]], None]) -> None:
         """Read some ranges of one file."""
-        self.reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
+        plain = [pieces for pieces in ranges if not pieces[0].narrows]
+        if plain:
+            self.reader.read_ranges(plain[0][0].file, [(pieces[0].offset, _views(pieces)) for pieces in plain])
         if self.checksums is not None:
-            for _, offset, memory, extent in chain.from_iterable(ranges):
-                self.checksums.add(extent.key, offset - extent.key_offset, memory)
+            for piece in chain.from_iterable(plain):
+                self.checksums.add(piece.extent.key, piece.offset - piece.extent.key_offset, piece.part.memory)
+        for pieces in ranges:
+            if pieces[0].narrows:
+                self._read_narrowing(pieces[0])
+        filled([piece.part for piece in chain.from_iterable(ranges)])
 
-    def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
+    def _read_narrowing(self, piece: _Piece) -> None:
         """Read elements that are wider in the file than on the wire."""
-        step = SCRATCH_BYTES // extent.dtype.itemsize
+        extent, out = piece.extent, torch.frombuffer(piece.part.memory, dtype=piece.part.dtype)
+        step = (JOB_BYTES if self._remote[piece.file] else SCRATCH_BYTES) // extent.dtype.itemsize
         scratch = torch.empty(min(step, out.numel()), dtype=extent.dtype)
         for done in range(0, out.numel(), step):
-            part = scratch[: min(step, out.numel() - done)]
-            first = offset + done * extent.dtype.itemsize
-            self.reader.read_into(extent.file, first, as_bytes(part))
+            read = scratch[: min(step, out.numel() - done)]
+            first = piece.offset + done * extent.dtype.itemsize
+            self.reader.read_into(extent.file, first, as_bytes(read))
             if self.checksums is not None:
-                self.checksums.add(extent.key, first - extent.key_offset, as_memory(part))
-            out[done : done + part.numel()].copy_(part)
+                self.checksums.add(extent.key, first - extent.key_offset, as_memory(read))
+            out[done : done + read.numel()].copy_(read)
 
     def _read_whole(self, key: str) -> torch.Tensor:
         value = self.reader.read_tensor(self.tensors[key])
@@ -371,15 +336,16 @@ class CheckpointSource(TensorSource):
 def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
     """Return the memory of pieces that are close in a file, and scratch memory for the gaps."""
     views: list[memoryview] = []
-    end = pieces[0][1]
-    for _, offset, memory, _ in pieces:
-        if offset > end:
-            views.append(memoryview(bytearray(offset - end)))
-        views.append(memory)
-        end = offset + memory.nbytes
+    end = pieces[0].offset
+    for piece in pieces:
+        if piece.offset > end:
+            views.append(memoryview(bytearray(piece.offset - end)))
+        views.append(piece.part.memory)
+        end = piece.offset + piece.num_bytes
     return views
 
 
+_position = attrgetter("file", "offset")
 _start = attrgetter("start")
 
 

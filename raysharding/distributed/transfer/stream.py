@@ -1,7 +1,12 @@
 """The stream of a load: reads, receives, forwards and places the buckets of this rank.
 
-`ReadAhead`, a thread of a reader, fills the next bucket's buffer, and shards that only this rank needs, while messages
-are in flight.
+`ReadAhead`, the threads of a reader, fill the next bucket's buffer, and shards that only this rank needs, while
+messages are in flight.
+
+Note: no thread waits for another.
+    A bucket is read in jobs of a few MiB. The thread that has read a job copies it to the device, or converts it into
+    the shard, and takes the next one, which may be of the next bucket: threads wait only where both buffers are in use.
+    The copies of all threads go through one stream, so that one event tells when a buffer was copied.
 """
 
 from __future__ import annotations
@@ -14,14 +19,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
+from typing import NamedTuple
 
 import torch
 
 from raysharding.distributed.comm import FailureFlag, device_module, is_accelerator, wait_for_event
-from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
+from raysharding.distributed.transfer.bucket_plan import ALIGNMENT_BYTES, Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import LocalShards, Slot
 from raysharding.distributed.transfer.memory import MemoryPeak
-from raysharding.distributed.transfer.sources import Request, TensorSource, as_memory
+from raysharding.distributed.transfer.sources import Job, Request, TensorSource, as_memory
 from raysharding.distributed.transfer.transport import BucketTransfer, BucketTransport
 
 _LOOK_S = 1.0
@@ -30,11 +36,22 @@ _END_S = 5.0
 """Longest wait for the reading thread to end."""
 
 
+class _Staged(NamedTuple):
+    """A segment that is read into a buffer."""
+
+    segment: Segment
+    first: int
+    """First byte in the buffer."""
+    alone: bool
+    """True if only this rank needs it."""
+
+
 @dataclass
 class ReadAhead:
-    """Thread that fills the ring; a context manager that ends the thread.
+    """Threads that fill the ring; a context manager that ends them.
 
-    After an error it continues to release buckets, unread, until its rank stops: other ranks wait for their messages.
+    After an error they continue to release buckets, unread, until their rank stops: other ranks wait for its messages.
+    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
     """
 
     plan: BucketPlan
@@ -43,31 +60,47 @@ class ReadAhead:
     local_shards: LocalShards
     slots: Sequence[Slot]
     device: torch.device
+    num_threads: int = 1
+    """Jobs that run at once."""
     error: Exception | None = None
     """The first error of a read."""
     read_s: float = 0.0
-    """Seconds of reading."""
+    """Seconds of reading, of one thread on average."""
 
     def __post_init__(self) -> None:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
         self._copied: deque[torch.Event] = deque(maxlen=len(self.slots))
         self._free = threading.Semaphore(len(self.slots))
-        self._filled: queue.Queue[int] = queue.Queue()
+        self._filled = [threading.Event() for _ in self.slots]
+        self._num_left = [0 for _ in self.slots]
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="raysharding-read-ahead", daemon=True)
+        self._taken = 0
+        make = partial(threading.Thread, daemon=True)
+        self._thread = make(target=self._run, args=(self._offer,), name="raysharding-read-ahead")
+        # Without a device the first thread reads, too: beside few readers, one that only waits would cost more.
+        num_others = self.num_threads - (self._stream is None)
+        self._readers = [make(target=self._run, args=(self._work,), name="raysharding-read") for _ in range(num_others)]
 
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
             # Wait for kernels that still write to the shards.
             self._stream.wait_stream(device_module(self.device).current_stream(self.device))
-        self._thread.start()
+        for thread in (*self._readers, self._thread):
+            thread.start()
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._stopped = True
         self._free.release()
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
+        until = monotonic() + _END_S
         self._thread.join(_END_S)
+        for _ in (*self._readers, self._thread):
+            self._jobs.put(None)
+        for thread in self._readers:
+            thread.join(max(0.0, until - monotonic()))  # it holds the memory that it read into last
         if self._stream is not None:
             # All shards that this stream fills are complete then. After an error, that error is the one to raise.
             with suppress(TimeoutError) if error is not None else nullcontext():
@@ -86,25 +119,24 @@ class ReadAhead:
         if len(self._copied) == len(self.slots):
             # The thread fills this buffer once the last copy has left it, which waits for messages to other ranks.
             wait_for_event(self._copied[0], timeout_s)
-        index = self._wait(timeout_s, reading)
-        copied = self.slots[index % len(self.slots)].copied
+        self._wait(timeout_s, reading)
+        copied = self.slots[self._taken % len(self.slots)].copied
+        self._taken += 1
         if copied is not None:
             self._copied.append(copied)
             device_module(self.device).current_stream(self.device).wait_event(copied)
 
-    def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
+    def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> None:
+        filled = self._filled[self._taken % len(self.slots)]
         first = seen = self.source.num_bytes_read
         since = monotonic()
-        while True:
-            try:
-                return self._filled.get(timeout=min(_LOOK_S, timeout_s))
-            except queue.Empty:
-                if (now := self.source.num_bytes_read) > seen:
-                    seen, since = now, monotonic()
-                    reading(seen - first)
-                elif monotonic() - since >= timeout_s:
-                    what = f"nothing was read for {timeout_s:.0f} s: the checkpoint's disk stalls"
-                    raise TimeoutError(what) from None
+        while not filled.wait(min(_LOOK_S, timeout_s)):
+            if (now := self.source.num_bytes_read) > seen:
+                seen, since = now, monotonic()
+                reading(seen - first)
+            elif monotonic() - since >= timeout_s:
+                raise TimeoutError(f"nothing was read for {timeout_s:.0f} s: the checkpoint's disk stalls")
+        filled.clear()
 
     def release(self, index: int) -> None:
         """Release the buffer of bucket `index`, which was sent and placed."""
@@ -115,74 +147,110 @@ class ReadAhead:
             slot.sent.record()
         self._free.release()
 
-    def _run(self) -> None:
+    def _run(self, target: Callable[[], None]) -> None:
         if self._stream is not None:
             # The current device is thread-local: the first use of device 0 by this thread would make a context there.
             device_module(self.device).set_device(self.device)
+        target()
+
+    def _offer(self) -> None:
+        """Split one bucket after the other into jobs, which are offered once the bucket's buffer is free."""
         for index, bucket in enumerate(self.plan.buckets):
+            slot = self.slots[index % len(self.slots)]
+            jobs: list[Job] = []
+            with self._catching():
+                jobs = self._split(index, bucket, slot)
             self._free.acquire()
             if self._stopped:
                 return
-            started = perf_counter()
-            if self.error is None:
-                try:
-                    self._fill(index, bucket, self.slots[index % len(self.slots)])
-                except Exception as raised:  # noqa: BLE001 - handed to the streaming thread, which tells every rank
-                    self.error = raised
-            self.read_s += perf_counter() - started
-            self._filled.put(index)
+            with self._catching():
+                self._wait_for_copies(slot)
+            jobs = jobs or [lambda: None]
+            self._num_left[index % len(self.slots)] = len(jobs)
+            for job in jobs:
+                self._jobs.put((index, job))
+            if self._stream is None:
+                with suppress(queue.Empty):
+                    self._work(block=False)
 
-    def _fill(self, index: int, bucket: Bucket, slot: Slot) -> None:
+    def _wait_for_copies(self, slot: Slot) -> None:
+        """Wait until a buffer may be read into, and let copies wait until its bytes on the device were sent."""
         if slot.copied is not None:
             slot.copied.synchronize()  # the last copy to the device may still read this buffer
+        if self._stream is not None and slot.sent is not None:
+            self._stream.wait_event(slot.sent)
+
+    def _work(self, block: bool = True) -> None:
+        while (item := self._jobs.get(block)) is not None:
+            index, job = item
+            started = perf_counter()
+            with self._catching():
+                if self.error is None and not self._stopped:
+                    job()
+            with self._lock:
+                self.read_s += (perf_counter() - started) / self.num_threads
+                self._num_left[index % len(self.slots)] -= 1
+                is_last = not self._num_left[index % len(self.slots)]
+            if is_last:
+                with self._catching():
+                    self._record(self.slots[index % len(self.slots)])
+                self._filled[index % len(self.slots)].set()
+
+    @contextmanager
+    def _catching(self) -> Iterator[None]:
+        """Keep the first error for the streaming thread, which tells every rank."""
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - see above
+            self.error = self.error or raised
+
+    def _record(self, slot: Slot) -> None:
+        """Record that a buffer was copied to the device, after all threads have started their copies."""
+        if self._stream is not None:
+            slot.copied = device_module(self.device).Event()
+            slot.copied.record(self._stream)
+
+    def _split(self, index: int, bucket: Bucket, slot: Slot) -> list[Job]:
+        """Return the jobs of a bucket."""
         offsets = self.transport.offsets(index, bucket)
         requests: list[Request] = []
-        staged: list[tuple[Segment, slice]] = []
-        sent: list[slice] = []
         for section in self.transport.reads(index, bucket):
-            first = offsets[section.shard_index]
             alone = self.transport.is_alone(index, section)
-            if not alone:
-                sent.append(slice(first, first + section.num_bytes))
             for segment in section.segments:
                 memory = self.local_shards.memory(segment, "cpu") if alone else None
                 if memory is not None:
                     requests.append(self._request(segment, as_memory(memory)))
                     continue
-                part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
-                requests.append(self._request(segment, slot.memory[part]))
+                first = offsets[section.shard_index] + segment.offset
+                part = slot.memory[first : first + segment.num_bytes]
+                requests.append(self._request(segment, part, _Staged(segment, first, alone)))
+        return self.source.jobs(requests, partial(self._copy, slot))
+
+    def _copy(self, slot: Slot, parts: Sequence[Request]) -> None:
+        """Copy what was read into a buffer: into the shard, or what other ranks need to the device."""
+        sent: list[slice] = []
+        with nullcontext() if self._stream is None else device_module(self.device).stream(self._stream):
+            for part in parts:
+                if part.tag is None or self._stopped:
+                    continue  # in the shard; or the load has failed, and its module is on meta again
+                segment, first, alone = part.tag
+                first += (part.start - segment.start) * part.dtype.itemsize
+                piece = slice(first, first + part.memory.nbytes)
                 if alone:
-                    staged.append((segment, part))
-        self.source.read(requests)
-        if self._stream is None:
-            for segment, part in staged:
-                self.local_shards.place(segment, slot.host[part])
-        else:
-            self._copy_to_device(self._stream, slot, sent, staged)
+                    data = slot.host[piece]
+                    if self.local_shards.converts_on_device(segment.tensor):
+                        data = slot.wire[piece].copy_(data, non_blocking=True)
+                    self.local_shards.place(segment._replace(start=part.start, stop=part.stop), data)
+                elif sent and 0 <= first - sent[-1].stop < ALIGNMENT_BYTES:
+                    sent[-1] = slice(sent[-1].start, piece.stop)  # one copy for small segments, with the padding
+                else:
+                    sent.append(piece)
+            for piece in sent if self._stream is not None else ():
+                slot.wire[piece].copy_(slot.host[piece], non_blocking=True)
 
-    def _copy_to_device(
-        self,
-        stream: torch.Stream,
-        slot: Slot,
-        sent: Sequence[slice],
-        staged: Sequence[tuple[Segment, slice]],
-    ) -> None:
-        with device_module(self.device).stream(stream):
-            if slot.sent is not None:
-                stream.wait_event(slot.sent)
-            for part in sent:
-                slot.wire[part].copy_(slot.host[part], non_blocking=True)
-            for segment, part in staged:
-                data = slot.host[part]
-                if self.local_shards.converts_on_device(segment.tensor):
-                    data = slot.wire[part].copy_(data, non_blocking=True)
-                self.local_shards.place(segment, data)
-            slot.copied = device_module(self.device).Event()
-            slot.copied.record(stream)
-
-    def _request(self, segment: Segment, memory: memoryview) -> Request:
+    def _request(self, segment: Segment, memory: memoryview, staged: _Staged | None = None) -> Request:
         planned = self.plan.tensors[segment.tensor]
-        return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory)
+        return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory, staged)
 
 
 @dataclass
@@ -190,7 +258,7 @@ class StreamTimes:
     """Times of a rank, in seconds."""
 
     read_s: float = 0.0
-    """Reading files, in a thread."""
+    """Reading files, of one of the threads on average."""
     send_s: float = 0.0
     """Starting and waiting for messages."""
     place_s: float = 0.0
@@ -215,11 +283,12 @@ class BucketStream:
     """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
     times: StreamTimes = field(default_factory=StreamTimes)
 
-    def run(self, source: TensorSource | None) -> Exception | None:
+    def run(self, source: TensorSource | None, num_threads: int = 1) -> Exception | None:
         """Read, send, receive and place every bucket.
 
         Args:
             source: Source of the bytes; `None` on a rank that does not read.
+            num_threads: Threads that read.
 
         Returns:
             The first error of this rank. After an error it continues until all ranks agree to stop, so that no rank
@@ -227,7 +296,8 @@ class BucketStream:
         """
         if source is None:
             return self._run(None)
-        with ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device) as ahead:
+        shards, slots = self.local_shards, self.slots
+        with ReadAhead(self.plan, source, self.transport, shards, slots, self.device, num_threads) as ahead:
             error = self._run(ahead)
         self.times.read_s = ahead.read_s
         return error

@@ -19,6 +19,7 @@ from raysharding.distributed.comm import (
     is_accelerator,
     join_process_group,
     leave_process_group,
+    let_segments_grow,
     measure_link,
     serve_store,
     set_current_device,
@@ -137,6 +138,8 @@ class RankCommands:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
         os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
         if is_accelerator(device):
+            if not place.shares_device:  # whose ranks may pass tensors to other processes of the GPU, by CUDA IPC
+                let_segments_grow(device)
             set_current_device(device)
             if place.shares_device:
                 share_device(device)

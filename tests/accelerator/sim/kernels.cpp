@@ -304,7 +304,9 @@ std::optional<size_t> written(const c10::FunctionSchema& schema, const c10::Argu
 // Puts a kernel on the current stream, as a GPU does, and returns before it has run. False if this cannot be.
 bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto& schema = op.schema();
-  if (!can_queue(schema, op.getTags(), stack)) {
+  // The CPU's have other saved statistics than a GPU's, which is what their shapes are computed for.
+  static const std::set<std::string> kBlocking{"aten::native_batch_norm", "aten::native_batch_norm_backward"};
+  if (kBlocking.count(schema.name()) != 0 || !can_queue(schema, op.getTags(), stack)) {
     return false;
   }
   const size_t first = stack.size() - schema.arguments().size();
@@ -387,7 +389,7 @@ bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       size_t next = 0;
       mapped(targets[index], [&](const at::Tensor& target) {
         const at::Tensor& value = found.at(next++);
-        if (is_copied[index] && target.defined() && value.defined() && value.numel() > 0) { // some of the CPU's are empty
+        if (is_copied[index] && target.defined() && value.defined()) {
           at::Tensor(target).copy_(value);
         }
         return target;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,3 +24,26 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
     said = f"cuda:{count} is not there for torch {torch.__version__}, which sees {count} devices of type cuda"
     with pytest.raises(RuntimeError, match=re.escape(said)):
         set_current_device(torch.device("cuda", count))
+
+
+@pytest.mark.parametrize(
+    ("device", "variables", "expected"),
+    [
+        ("cuda:0", {}, "expandable_segments:True"),
+        ("cuda:0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("cuda:0", {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, ""),
+        ("cpu", {}, ""),
+    ],
+)
+def test_segments_grow_unless_the_user_has_set_the_allocator(
+    device: str, variables: dict[str, str], expected: str
+) -> None:
+    """torch reads the variable at the allocator's first use, which is after its import."""
+    code = (
+        "import torch; from raysharding.distributed.comm import let_segments_grow\n"
+        f"let_segments_grow(torch.device({device!r})); print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    kept = {name: value for name, value in os.environ.items() if "ALLOC" not in name}
+    command, told = [sys.executable, "-c", code], kept | variables
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == expected, done.stderr

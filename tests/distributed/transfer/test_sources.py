@@ -1,12 +1,10 @@
-"""Files are read by several threads at once; the first error comes out, and the threads go on."""
+"""What a source of several jobs fills, whichever threads run them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,54 +12,40 @@ from safetensors.torch import save_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.distributed.transfer import sources
-from raysharding.distributed.transfer.sources import CheckpointSource, Extent, ReadThreads, Request, as_memory
+from raysharding.distributed.transfer.sources import CheckpointSource, Extent, Request, as_memory
 
 VALUES = torch.arange(3000)
 
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointSource]:
-    """One tensor, which is read in three jobs by three threads."""
+    """One tensor, which is read in three jobs."""
     save_file({"values": VALUES}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(sources, "PIECE_BYTES", 8000)
     monkeypatch.setattr(sources, "JOB_BYTES", 8000)
     checkpoint = open_checkpoint(tmp_path)
     offset = checkpoint.tensors["values"].offset
     extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
-    with FileReader(checkpoint.files) as reader, ReadThreads(3) as threads:
-        yield CheckpointSource({}, extents, {}, 0, reader, threads=threads)
+    with FileReader(checkpoint.files) as reader:
+        yield CheckpointSource({}, extents, {}, 0, reader, piece_bytes=8000)
 
 
-def read(source: CheckpointSource) -> torch.Tensor:
-    out = torch.zeros_like(VALUES)
-    source.read([Request("values", 0, 3000, out.dtype, as_memory(out))])
-    return out
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_each_job_tells_what_it_filled(source: CheckpointSource, dtype: torch.dtype) -> None:
+    out = torch.zeros(len(VALUES), dtype=dtype)
+    told: list[Request] = []
 
+    def filled(parts: Sequence[Request]) -> None:
+        for part in parts:
+            assert part.memory.tolist() == list(as_memory(VALUES[part.start : part.stop].to(dtype)))
+        told.extend(parts)
 
-def test_reads_run_at_once(source: CheckpointSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(3)
-    read_ranges = FileReader.read_ranges
-
-    def meet(self: FileReader, file: int, ranges: Any) -> None:
-        together.wait(20)
-        read_ranges(self, file, ranges)
-
-    monkeypatch.setattr(FileReader, "read_ranges", meet)
-    assert torch.equal(read(source), VALUES)
-
-
-def test_after_an_error_no_read_begins_and_the_threads_go_on(source: CheckpointSource) -> None:
-    begun: list[int] = []
-    with pytest.MonkeyPatch.context() as changed:
-
-        def fail(self: FileReader, file: int, ranges: Any) -> None:
-            begun.append(file)
-            raise OSError("a dead disk")
-
-        changed.setattr(FileReader, "read_ranges", fail)
-        for own in (source, replace(source, threads=ReadThreads(1))):
-            begun.clear()
-            with pytest.raises(OSError, match="a dead disk"):
-                read(own)
-    assert len(begun) == 1, "of three, by the one thread"
-    assert torch.equal(read(source), VALUES)
+    jobs = source.jobs([Request("values", 0, 3000, dtype, as_memory(out), "tag")], filled)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda job: job(), jobs))
+    assert len(jobs) == 3
+    assert torch.equal(out, VALUES.to(dtype))
+    assert sorted((part.start, part.stop, part.tag) for part in told) == [
+        (0, 1000, "tag"),
+        (1000, 2000, "tag"),
+        (2000, 3000, "tag"),
+    ]
