@@ -26,7 +26,9 @@ ROWS, PROMPT = 8, 64
 
 def measure(shape: Shape, new_tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of each call, and whether the ids are equal; collective."""
-    prompts = torch.randint(3, shape.vocabulary, (ROWS, PROMPT), generator=torch.Generator().manual_seed(2)).to(device_type())
+    prompts = torch.randint(3, shape.vocabulary, (ROWS, PROMPT), generator=torch.Generator().manual_seed(2)).to(
+        device_type()
+    )
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     batch = {"input_ids": Split(prompts), "attention_mask": Split(torch.ones_like(prompts))}
     own = deal((), {**batch, **options}, dist.get_world_size())[dist.get_rank()]

@@ -155,7 +155,8 @@ def by_hand(module: nn.Module) -> nn.Module:
     fully_shard([model.get_submodule("norm"), module.get_submodule("lm_head")], mesh=mesh, reshard_after_forward=False)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def ours(module: nn.Module, options: Sequence[str]) -> nn.Module:
@@ -231,10 +232,9 @@ def report(found: dict[str, Any], shape: Shape, world_size: int) -> list[str]:
     peak = next((peak for name, peak in PEAKS.items() if name in found["card"]), None)
     devices = min(world_size, max(torch.cuda.device_count(), 1))
     operations = 6 * num_parameters(shape) * shape.rows * shape.length
-    lines = [
-        f"{found['card']}, W={world_size}, {num_parameters(shape) / 1e9:.2f} B parameters, {shape.rows} x {shape.length} "
-        f"tokens; first steps after {found['ready_s']:.0f} s; {found['peak'] / GIB:.1f} GiB of device memory at most"
-    ]
+    what = f"{num_parameters(shape) / 1e9:.2f} B parameters, {shape.rows} x {shape.length} tokens"
+    took = f"first steps after {found['ready_s']:.0f} s; {found['peak'] / GIB:.1f} GiB of device memory at most"
+    lines = [f"{found['card']}, W={world_size}, {what}; {took}"]
     for name, values in seconds.items():
         figure = Figure.of(values)
         mfu = f"{operations / figure.median / devices / peak:.1%} MFU" if peak else "MFU unknown"

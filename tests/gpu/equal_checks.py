@@ -44,7 +44,7 @@ def train_alone(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) ->
 
 def step(group: ShardedModelGroup, seed: int) -> float:
     """The loss of a step."""
-    rows = {name: Split(value) for name, value in batch(seed).items()}
+    rows: dict[str, Any] = {name: Split(value) for name, value in batch(seed).items()}
     return float(group.train_step(**rows, max_grad_norm=MAX_NORM)["loss"])
 
 
@@ -88,7 +88,8 @@ def write_rows(path: Path) -> list[dict[str, torch.Tensor]]:
     labels[::5] = -100
     columns = {"number": pa.array(range(NUM_DATA))}
     columns |= {
-        name: pa.array(value.tolist(), pa.list_(pa.int64())) for name, value in (("input_ids", rows), ("labels", labels))
+        name: pa.array(value.tolist(), pa.list_(pa.int64()))
+        for name, value in (("input_ids", rows), ("labels", labels))
     }
     pq.write_table(pa.table(columns), path, row_group_size=7)
     return [

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -92,7 +91,8 @@ def stop_before_a_step(group: ShardedModelGroup) -> None:
     """SIGSTOP, then a step."""
     group.set_optimizer(torch.optim.SGD, lr=0.0)
     os.kill(group.ranks[LOST].pid, signal.SIGSTOP)
-    group.train_step(**{name: Split(value) for name, value in batch(0).items()})
+    rows: dict[str, Any] = {name: Split(value) for name, value in batch(0).items()}
+    group.train_step(**rows)
 
 
 def hang_beside(group: ShardedModelGroup, timeout_s: float) -> None:
@@ -101,7 +101,10 @@ def hang_beside(group: ShardedModelGroup, timeout_s: float) -> None:
 
 
 def lose(
-    group: ShardedModelGroup, expected: torch.Tensor, fault: Callable[[ShardedModelGroup], object], primary_is: int | None
+    group: ShardedModelGroup,
+    expected: torch.Tensor,
+    fault: Callable[[ShardedModelGroup], object],
+    primary_is: int | None,
 ) -> str:
     """Lose a rank; its group says so, restarts, and computes what it did."""
     begun = time.monotonic()
@@ -125,7 +128,8 @@ def lose(
 
 def check_fit(group: ShardedModelGroup, path: Path) -> str:
     """A fit that loses a rank has the losses of one that does not."""
-    data, killed = path.with_name("rows.parquet"), []
+    data = path.with_name("rows.parquet")
+    killed: list[int] = []
     batches = write_rows(data)
     group.load(path)
     group.set_optimizer(torch.optim.AdamW, lr=1e-2)
@@ -139,7 +143,8 @@ def check_fit(group: ShardedModelGroup, path: Path) -> str:
     report = group.fit(data, batch_size=BATCH, epochs=2, callbacks=[kill], progress=False, max_grad_norm=0.5, **saves)
     assert killed
     losses = list(report.history["loss"])
-    return f"{report.num_restarts} restart(s), {len(losses)} losses {differ(losses, train_alone(alone(path), 2 * batches))}"
+    expected = train_alone(alone(path), 2 * batches)
+    return f"{report.num_restarts} restart(s), {len(losses)} losses {differ(losses, expected)}"
 
 
 FAULTS: dict[str, Callable[[ShardedModelGroup], object]] = {
@@ -163,21 +168,25 @@ OF_NO_RANK: dict[str, Callable[[ShardedModelGroup], object]] = {
 def main(kind: str) -> int:
     """Number of checks that failed."""
     record = Record.of_this_part()
-    faults = {what: (fault, LOST) for what, fault in (FAULTS if kind == "cpu" else FAULTS | ON_DEVICES).items()}
-    faults |= {what: (fault, None) for what, fault in OF_NO_RANK.items()}
+    named = FAULTS if kind == "cpu" else FAULTS | ON_DEVICES
     options: dict[str, Any] = {"timeouts": Timeouts(call_s=CALL_S, drain_s=2.0), "max_restarts": 1, "optimizer": ADAMW}
+    groups: list[ShardedModelGroup] = []
     with cluster(kind) as root:
-        path, groups = root / "model", []
+        path = root / "model"
         expected = logits(path)
+
+        def check(what: str, run: Callable[[ShardedModelGroup], str]) -> None:
+            if not groups:  # the first, or the last check has left one that no restart could mend
+                record.check("W=2: starts", lambda: groups.append(start(path, kind, 2, **options)))
+            if groups:
+                record.check(f"W=2: {what}", lambda: run(groups[0]))
+                if groups[0].state.value != "ready":
+                    groups.pop().shutdown()
+
         try:
-            for what, (fault, rank) in faults.items():
-                if not groups:  # or the last fault has left one that no restart could mend
-                    record.check("W=2: starts", lambda: groups.append(start(path, kind, 2, **options)))
-                if groups:
-                    record.check(f"W=2: {what}", partial(lose, groups[0], expected, fault, rank))
-                    if groups[0].state.value != "ready":
-                        groups.pop().shutdown()
-            record.check("W=2: fit, a rank killed, goes on", lambda: check_fit(groups[0], path))
+            for what, fault in (named | OF_NO_RANK).items():
+                check(what, partial(lose, expected=expected, fault=fault, primary_is=LOST if what in named else None))
+            check("fit, a rank killed, goes on", partial(check_fit, path=path))
         finally:
             for group in groups:
                 group.shutdown()

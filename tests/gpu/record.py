@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-FIGURE = re.compile(r"÷|MFU")
+FIGURE = re.compile(r"÷.*\d|MFU|of device memory")
 """Lines of a part's output that are figures of its benchmarks."""
 FAILURE = re.compile(r"(FAILED|ERROR) \S+::")
 """Lines of pytest's summary that name a test which failed."""
@@ -48,8 +48,9 @@ class Record:
         return cls(Path(os.environ.get("RECORD", ".")), os.environ.get("PART", "by hand"))
 
     def check(self, what: str, run: Callable[[], object]) -> None:
-        """Run a check; a `str` that it returns is its figure. Its line says `running` meanwhile, and stays so if it is killed."""
-        begun, figure = time.monotonic(), None  # type: float, object
+        """Run a check; a `str` that it returns is its figure. Until it ends, its line says `running`."""
+        begun = time.monotonic()
+        figure: object = None
         index = self.line(what, "running")
         try:
             found = run()
@@ -156,7 +157,10 @@ def end(folder: Path, part: str, seconds: float, status: int) -> bool:
         own = [line for line in found["lines"] if line["part"] == part]
         for line in own:
             if line["outcome"] == "running":
-                line |= {"outcome": "timed out" if outcome == "timed out" else "FAILED", "figure": "the part ended here"}
+                line |= {
+                    "outcome": "timed out" if outcome == "timed out" else "FAILED",
+                    "figure": "the part ended here",
+                }
         failed = sum(line["outcome"] in ("FAILED", "timed out") for line in own)
     for text in lines:
         if FAILURE.match(text):

@@ -58,17 +58,13 @@ tests() { part "$1" "$2" pytest -v -p no:cacheprovider -rfE --tb=short tests/gpu
 # One after the other: they have the machine for themselves.
 benchmarks() {
   local step=(tests.bench.step --device "$device") few=(--rounds 3 --steps 2) large=(--shape tiny)
-  local load=(tests.bench.loading --device "$device" --world-size 1,2 --rounds 5 --timeout-s 60) arms=auto,local
-  grep -q read_threads_floor tests/bench/arms.py && arms+=,read_threads_floor
-  if [ "$device" = cuda ]; then
-    few=(--rounds 5 --steps 8) large=(--shape 1b) arms+=,pinned_floor
-  else
-    load+=(--size-gib 0.05)
-  fi
+  local load=(tests.bench.loading --device "$device" --world-size 1,2 --rounds 3 --timeout-s 60)
+  local size=(--size-gib 0.02)
+  [ "$device" != cuda ] || few=(--rounds 5 --steps 8) large=(--shape 1b) size=(--size-gib 2.5)
   part step 90 "${step[@]}" "${few[@]}" "${large[@]}"
-  part load 60 "${load[@]}" --base auto --arms "$arms"
-  part step-2 90 "${step[@]}" "${few[@]}" "${large[@]}" --world-size 2
+  part load 90 "${load[@]}" "${size[@]}" --base auto --arms auto,local,read_threads_floor,pinned_floor
   part compiled 150 "${step[@]}" "${few[@]}" "${large[@]}" --arms ours,compiled,checkpointed
+  part step-2 90 "${step[@]}" "${few[@]}" "${large[@]}" --world-size 2
   part save-and-load 60 tests.gpu.ratios "$device"
   part generate 60 tests.bench.generation --device "$device" "${large[@]}"
   [ "$device" != cuda ] || part step-8b 120 "${step[@]}" --shape 8b --rounds 3 --steps 4 --arms checkpointed
