@@ -55,7 +55,9 @@ def check_training(group: ShardedModelGroup, path: Path) -> str:
     group.set_optimizer(torch.optim.AdamW, lr=1e-2)
     expected = train_alone(model, [batch(seed) for seed in range(4)])
     said = f"losses {differ([step(group, seed) for seed in range(4)], expected)}"
-    return f"{said}, weights {differ(group.state_dict(), dict(model.state_dict()))}, {forward(group, logits(model))}"
+    # AdamW divides small gradients by themselves, and with them what rounding has changed.
+    weights = differ(group.state_dict(), dict(model.state_dict()), close=1e-3)
+    return f"{said}, weights {weights}, {forward(group, logits(model), close=1e-3)}"
 
 
 def check_saving(group: ShardedModelGroup, path: Path, folder: Path) -> str:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding import FitStep, GroupError, ShardedModelGroup, Split, Timeouts, current_worker
+from raysharding import FitStep, GroupError, ShardedModelGroup, Split, current_worker
 from tests.accelerator.fault_checks import kill_device, lost_in_backward
-from tests.gpu.driver import alone, batch, cluster, differ, forward, ids, logits, start
+from tests.gpu.driver import TIMEOUTS, alone, batch, cluster, differ, forward, ids, logits, start
 from tests.gpu.equal_checks import ADAMW, BATCH, train_alone, write_rows
 from tests.gpu.record import Record
 
@@ -39,7 +40,9 @@ def raise_alone() -> None:
 def raise_beside_a_collective() -> None:
     """The other rank waits for it."""
     raise_alone()
-    dist.all_reduce(torch.ones(1, device=current_worker().device))
+    on_device = torch.ones(1, device=current_worker().device)
+    dist.all_reduce(on_device)
+    on_device.item()
 
 
 def hang_beside_a_collective(timeout_s: float) -> None:
@@ -169,7 +172,11 @@ def main(kind: str) -> int:
     """Number of checks that failed."""
     record = Record.of_this_part()
     named = FAULTS if kind == "cpu" else FAULTS | ON_DEVICES
-    options: dict[str, Any] = {"timeouts": Timeouts(call_s=CALL_S, drain_s=2.0), "max_restarts": 1, "optimizer": ADAMW}
+    options: dict[str, Any] = {
+        "timeouts": replace(TIMEOUTS, call_s=CALL_S, drain_s=2.0),
+        "max_restarts": 1,
+        "optimizer": ADAMW,
+    }
     groups: list[ShardedModelGroup] = []
     with cluster(kind) as root:
         path = root / "model"

@@ -152,7 +152,8 @@ def end(folder: Path, part: str, seconds: float, status: int) -> bool:
     record = Record(folder, part)
     outcome = {0: "ok", 124: "timed out", 137: "timed out", NOT_REACHED: "not reached"}.get(status, "FAILED")
     output = folder / f"{part}.txt"
-    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+    has_output = status != NOT_REACHED and output.exists()  # else there may be that of an earlier run
+    lines = output.read_text(errors="replace").splitlines() if has_output else []
     with record.opened() as found:
         own = [line for line in found["lines"] if line["part"] == part]
         for line in own:

@@ -37,44 +37,42 @@ lane() {
 
 first() { part sanity 60 tests.gpu.sanity "$device"; }
 
-# Side by side, what is unknown first: a group's start is what takes time, and leaves the device idle.
+# Lanes side by side, what is unknown first: a group's start is what takes time, and leaves the device idle.
 equal() {
   part groups 200 tests.gpu.equal_checks "$device" 2 4 1
   part rank-faults 100 tests.gpu.rank_faults "$device"
 }
-lost() {
-  part lost-ranks 180 tests.gpu.lost_ranks "$device"
-  [ "$device" != cuda ] || tests tests-1 120 cuda-1
-}
-tested() {
-  case $device in
-    cuda) tests tests-2 150 "cuda-2 or hangs" && tests tests-4 150 cuda-4 ;;
-    cpu) tests tests-cpus 100 on_cpus ;;
-    sim) tests tests-sim 300 sim-4 ;;
-  esac
-}
-tests() { part "$1" "$2" pytest -v -p no:cacheprovider -rfE --tb=short tests/gpu/test_gpu.py -k "$3"; }
+lost() { part lost-ranks 180 tests.gpu.lost_ranks "$device"; }
+# pytest's cases of one device and number of ranks: tests NAME EXPRESSION.
+tests() { part "$1" 240 pytest -v -p no:cacheprovider -rfE --tb=short tests/gpu/test_gpu.py -k "$2"; }
+tests_cpu() { tests tests-cpus on_cpus; }
+tests_sim() { tests tests-sim sim-4; }
+tests_cuda() { tests tests-1 cuda-1; }
+tests_cuda_2() { tests tests-2 "cuda-2 or hangs"; }
+tests_cuda_more() { tests tests-4 "cuda and not (cuda-1 or cuda-2 or hangs)"; }
 
 # One after the other: they have the machine for themselves.
 benchmarks() {
   local step=(tests.bench.step --device "$device") few=(--rounds 3 --steps 2) large=(--shape tiny)
-  local load=(tests.bench.loading --device "$device" --world-size 1,2 --rounds 3 --timeout-s 60)
+  local load=(tests.bench.loading --device "$device" --world-size 1,2 --rounds 3 --timeout-s 60 --shared-network)
   local size=(--size-gib 0.02)
-  [ "$device" != cuda ] || few=(--rounds 5 --steps 8) large=(--shape 1b) size=(--size-gib 2.5)
+  [ "$device" != cuda ] || few=(--rounds 4 --steps 6) large=(--shape 1b) size=(--size-gib 2.5)
   part step 90 "${step[@]}" "${few[@]}" "${large[@]}"
   part load 90 "${load[@]}" "${size[@]}" --base auto --arms auto,local,read_threads_floor,pinned_floor
   part compiled 150 "${step[@]}" "${few[@]}" "${large[@]}" --arms ours,compiled,checkpointed
   part step-2 90 "${step[@]}" "${few[@]}" "${large[@]}" --world-size 2
   part save-and-load 60 tests.gpu.ratios "$device"
   part generate 60 tests.bench.generation --device "$device" "${large[@]}"
-  [ "$device" != cuda ] || part step-8b 120 "${step[@]}" --shape 8b --rounds 3 --steps 4 --arms checkpointed
+  [ "$device" != cuda ] || part step-8b 120 "${step[@]}" --shape 8b --rounds 3 --steps 4 --arms compiled_checkpointed
 }
 
 SECONDS=0
 "$python" -m tests.gpu.record begin "$out" "$device" || exit 1
 status=0 lanes=()
 trap 'kill "${lanes[@]}" 2>/dev/null; exit 143' TERM INT
-for together in first "equal lost tested" benchmarks; do
+side_by_side="equal lost tests_$device"
+[ "$device" != cuda ] || side_by_side+=" tests_cuda_2 tests_cuda_more"
+for together in first "$side_by_side" benchmarks; do
   lanes=()
   for one in $together; do
     lane "$one" &
