@@ -88,23 +88,23 @@ def logits(path: Path | nn.Module) -> torch.Tensor:
     return found
 
 
-def differ(found: Any, expected: Any, close: float = CLOSE) -> str:
+def differ(what: str, found: Any, expected: Any, close: float = CLOSE) -> str:
     """Return by how much tensors, or lists of numbers, differ; an error if that is too much."""
     if isinstance(expected, Mapping):
-        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
         found, expected = ([one[name] for name in expected] for one in (found, expected))
     pairs = list(zip(*(one if isinstance(one, list) else [one] for one in (found, expected)), strict=True))
     largest = 0.0
     for one, other in pairs:
         one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
-        assert one.shape == other.shape, (one.shape, other.shape)
-        assert one.isfinite().all(), one
+        assert one.shape == other.shape, f"{what}: {one.shape}, expected {other.shape}"
+        assert one.isfinite().all(), f"{what} are not finite: {one}"
         largest = max(largest, float((one - other).abs().max() / other.abs().max().clamp_min(1e-12)))
-    said = f"differ by {largest:.1e}"
-    assert largest < close, said
+    said = f"{what} differ by {largest:.1e}"
+    assert largest < close, f"{said}, more than {close:g}"
     return said
 
 
 def forward(group: ShardedModelGroup, expected: torch.Tensor, close: float = CLOSE) -> str:
     """The group's logits are those of one process."""
-    return f"forward {differ(group.forward(input_ids=Split(ids())).logits, expected, close)}"
+    return differ("logits", group.forward(input_ids=Split(ids())).logits, expected, close)

@@ -54,10 +54,10 @@ def check_training(group: ShardedModelGroup, path: Path) -> str:
     group.load(path)
     group.set_optimizer(torch.optim.AdamW, lr=1e-2)
     expected = train_alone(model, [batch(seed) for seed in range(4)])
-    said = f"losses {differ([step(group, seed) for seed in range(4)], expected)}"
+    said = differ("losses", [step(group, seed) for seed in range(4)], expected)
     # AdamW divides small gradients by themselves, and with them what rounding has changed.
-    weights = differ(group.state_dict(), dict(model.state_dict()), close=1e-3)
-    return f"{said}, weights {weights}, {forward(group, logits(model), close=1e-3)}"
+    weights = differ("weights", group.state_dict(), dict(model.state_dict()), close=1e-3)
+    return f"{said}, {weights}, {forward(group, logits(model), close=1e-3)}"
 
 
 def check_saving(group: ShardedModelGroup, path: Path, folder: Path) -> str:
@@ -108,13 +108,13 @@ def check_fit(group: ShardedModelGroup, path: Path) -> str:
     group.set_optimizer(torch.optim.AdamW, lr=1e-2)
     report = group.fit(data, batch_size=BATCH, epochs=2, max_grad_norm=MAX_NORM, progress=False)
     losses = list(report.history["loss"])
-    said = f"{len(losses)} losses {differ(losses, train_alone(model, 2 * batches))}"
+    said = differ(f"{len(losses)} losses", losses, train_alone(model, 2 * batches))
     rows, labels = (torch.cat([one[name] for one in batches]) for name in ("input_ids", "labels"))
     with torch.no_grad():
         loss = F.cross_entropy(model(input_ids=rows).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
     evaluated = group.evaluate(data, batch_size=BATCH)
     assert evaluated["num_rows"] == NUM_DATA
-    return f"{said}; evaluate {differ([evaluated['loss']], [loss])}"
+    return f"{said}; {differ('evaluations', [evaluated['loss']], [loss])}"
 
 
 def check_predict(group: ShardedModelGroup, path: Path, output: Path) -> str:
@@ -128,8 +128,8 @@ def check_predict(group: ShardedModelGroup, path: Path, output: Path) -> str:
     assert table["number"].to_pylist() == list(range(NUM_DATA))
     with torch.no_grad():
         expected = alone(path)(input_ids=torch.cat([one["input_ids"] for one in batches])).logits[:, -1]
-    said = differ(torch.tensor(table["logits"].to_pylist()), expected)
-    return f"{str(report).splitlines()[0]}; logits {said}"
+    said = differ("logits", torch.tensor(table["logits"].to_pylist()), expected)
+    return f"{str(report).splitlines()[0]}; {said}"
 
 
 def check_generate(group: ShardedModelGroup, path: Path) -> str:
@@ -173,11 +173,11 @@ def check_adapters(group: ShardedModelGroup, path: Path, folder: Path) -> str:
         AutoModelForCausalLM.from_pretrained(path), folder / "begun", is_trainable=True
     )
     expected = train_alone(model, [batch(seed) for seed in range(3)])
-    said = f"losses {differ([step(group, seed) for seed in range(3)], expected)}"
+    said = differ("losses", [step(group, seed) for seed in range(3)], expected)
     group.save(folder / "trained", optimizer=False)
     opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folder / "trained")
     found, theirs = (peft.get_peft_model_state_dict(one) for one in (opened, model))
-    said = f"{said}, {len(theirs)} adapters {differ(found, theirs)}"
+    said = f"{said}, {differ(f'{len(theirs)} adapters', found, theirs)}"
     return f"{said}, {forward(group, logits(opened.eval()))}"
 
 
@@ -282,4 +282,4 @@ def main(kind: str, *world_sizes: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]) > 0)

@@ -147,7 +147,7 @@ def check_fit(group: ShardedModelGroup, path: Path) -> str:
     assert killed
     losses = list(report.history["loss"])
     expected = train_alone(alone(path), 2 * batches)
-    return f"{report.num_restarts} restart(s), {len(losses)} losses {differ(losses, expected)}"
+    return f"{report.num_restarts} restart(s), {differ(f'{len(losses)} losses', losses, expected)}"
 
 
 FAULTS: dict[str, Callable[[ShardedModelGroup], object]] = {
@@ -201,4 +201,4 @@ def main(kind: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]) > 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.gpu.record import Record, end
+from tests.grid import needs_sim
 
 SCRIPT = Path(__file__).with_name("run.sh")
 
@@ -50,6 +51,17 @@ def test_all_parts_pass_on_cpus(tmp_path: Path) -> None:
     assert "groups: W=4 HSDP, two replicas: train" in lines_of(record, "ok")
     assert any("ours ÷ hand" in line for line in lines_of(record, "figure"))
     assert record["head"]["torch"] == torch.__version__
+
+
+@needs_sim
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_groups_pass_on_simulated_devices_that_their_ranks_share(tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE="sim", PARTS="sanity groups")
+    assert [line for line in record["lines"] if line["outcome"] != "ok"] == []
+    assert status == 0
+    started = {line["what"]: line["figure"] for line in record["lines"] if line["what"].endswith(": starts")}
+    assert started["W=4 group: starts"].startswith("rank 0 sim:0, rank 1 sim:0, ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
