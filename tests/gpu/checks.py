@@ -37,7 +37,7 @@ from tests.distributed.checks import outcome_of
 from tests.spawn import device_type
 
 WIDTH, NUM_LAYERS = 256, 8
-LARGE = {"cuda": (4096, 32), "sim": (512, 8)}
+LARGE = {"cuda": (4096, 32), "sim": (512, 8), "cpu": (512, 8)}
 """Width and layers of the model whose times are printed: 2 GiB on a GPU."""
 
 
@@ -139,7 +139,8 @@ def check_asynchronous_save(root: Path) -> None:
     saver.save(module, Destination(str(root / "large-first")))  # allocates what later ones reuse
     saver.settle()
     locals_ = [local_tensor(parameter).detach() for parameter in module.parameters()]
-    pinned = [torch.empty(local.shape, dtype=local.dtype, pin_memory=True) for local in locals_]
+    pin = device_type() != "cpu"
+    pinned = [torch.empty(local.shape, dtype=local.dtype, pin_memory=pin) for local in locals_]
     pairs = list(zip(pinned, locals_, strict=True))
     copy_s = timed(lambda: [target.copy_(local, non_blocking=True) for target, local in pairs])
     stall_s = timed(lambda: saver.save(module, Destination(str(root / "large-async"))))
@@ -157,7 +158,7 @@ def check_load_beside_its_floor(root: Path) -> None:
     path = root / "large.safetensors"
     module = loaded(path, Loading("local"))
     load_s = timed(lambda: load_checkpoint(module, path, loading=Loading("local")))
-    pinned = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=device_type() != "cpu")
     shards = [local_tensor(parameter).detach().view(-1).view(torch.uint8) for parameter in module.parameters()]
     parts = [part for shard in shards for part in shard.split(64 << 20)]
     floor_s = timed(lambda: [part.copy_(pinned[: len(part)], non_blocking=True) for part in parts])

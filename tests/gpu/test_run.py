@@ -1,0 +1,113 @@
+"""`run.sh`, rehearsed on CPUs: every part passes, and what does not is in the record and in the status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.record import Record, end
+from tests.grid import needs_sim
+
+SCRIPT = Path(__file__).with_name("run.sh")
+
+
+def run(out: Path, **environment: str) -> tuple[int, dict[str, Any]]:
+    """The script's status and record."""
+    known = {name: value for name, value in os.environ.items() if name not in ("PARTS", "BUDGET", "COMMIT")}
+    command = ["bash", str(SCRIPT), str(out)]
+    done = subprocess.run(
+        command, env={**known, "PYTHON": sys.executable, **environment}, capture_output=True, text=True, timeout=900
+    )
+    assert (out / "record.txt").exists(), done.stderr
+    assert done.stdout == (out / "record.txt").read_text()
+    return done.returncode, json.loads((out / "record.json").read_text())
+
+
+def lines_of(record: dict[str, Any], outcome: str) -> list[str]:
+    """Parts and checks of an outcome."""
+    return [f"{line['part']}: {line['what']}" for line in record["lines"] if line["outcome"] == outcome]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+def test_all_parts_pass_on_cpus(tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE="cpu", BUDGET="880")
+    failed = [line for line in record["lines"] if line["outcome"] not in ("ok", "figure")]
+    assert not failed
+    assert status == 0
+    parts = set(re.findall(r"^ +(?:part|tests) ([\w-]+) \d+", SCRIPT.read_text(), re.MULTILINE))
+    parts = {part for part in parts if not part.endswith("-8b")}
+    told = {line["part"] for line in record["lines"] if line["what"].startswith("all of ")}
+    assert told >= parts
+    assert {"sanity", "groups", "lost-ranks", "rank-faults", "tests-cpus", "step", "load", "generate"} <= told
+    assert "groups: W=4 HSDP, two replicas: train" in lines_of(record, "ok")
+    assert any("ours ÷ hand" in line for line in lines_of(record, "figure"))
+    assert record["head"]["torch"] == torch.__version__
+
+
+@needs_sim
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_groups_pass_on_simulated_devices_that_their_ranks_share(tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE="sim", PARTS="sanity groups")
+    assert [line for line in record["lines"] if line["outcome"] != "ok"] == []
+    assert status == 0
+    started = {line["what"]: line["figure"] for line in record["lines"] if line["what"].endswith(": starts")}
+    assert started["W=4 group: starts"].startswith("rank 0 sim:0, rank 1 sim:0, ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_part_that_fails_is_in_the_record_and_in_the_status(tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE="cuda", PARTS="sanity")
+    assert status == 1
+    (line,) = record["lines"]
+    assert (line["what"], line["outcome"]) == ("all of sanity", "FAILED")
+    assert "torch sees no GPU here: set DEVICE=cpu" in line["figure"]
+
+
+def test_a_part_that_has_no_time_left_is_said_to_be_not_reached(tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE="cpu", PARTS="sanity", BUDGET="0")
+    assert status == 1
+    assert lines_of(record, "not reached") == ["sanity: all of sanity"]
+
+
+def test_a_part_that_is_killed_leaves_what_it_was_at(tmp_path: Path) -> None:
+    record = Record(tmp_path, "x")
+    record.check("one", lambda: "equal")
+    record.line("two", "running")
+    assert "running   x: two" in (tmp_path / "record.txt").read_text()
+    assert not end(tmp_path, "x", 9.0, status=124)
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert lines_of(found, "ok") == ["x: one"]
+    assert lines_of(found, "timed out") == ["x: two", "x: all of x"]
+
+
+def test_a_check_that_fails_fails_its_part_whatever_its_status(tmp_path: Path) -> None:
+    record = Record(tmp_path, "x")
+
+    def fail() -> None:
+        raise ValueError("a\nb\nc\nd")
+
+    record.check("one", fail)
+    assert record.failures == 1
+    assert not end(tmp_path, "x", 9.0, status=0)
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert lines_of(found, "FAILED") == ["x: one", "x: all of x"]
+    assert found["lines"][0]["figure"] == "ValueError: a | ... | d"
+
+
+def test_tests_that_fail_and_figures_are_lines_of_their_own(tmp_path: Path) -> None:
+    output = "ours ÷ hand 1.02\narm ÷ hand\nFAILED tests/gpu/test_gpu.py::test_group[a] - AssertionError: 2\n1 failed\n"
+    (tmp_path / "x.txt").write_text(output)
+    assert not end(tmp_path, "x", 9.0, status=1)
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert lines_of(found, "FAILED") == ["x: test_group[a]", "x: all of x"]
+    assert lines_of(found, "figure") == ["x: ours ÷ hand 1.02"]
