@@ -106,6 +106,36 @@ def test_a_step_leaves_the_queue_full_where_the_host_waits(world_size: int) -> N
     assert 0 < ours["launches"] - hand["launches"] < SMALL_LAUNCHES, (ours, hand)
 
 
+class WithScale(nn.Module):
+    """A parameter of no dims is not sharded, and its gradient is averaged. Positions are an expanded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.blocks(input + positions) * self.scale
+
+
+def counts_of_other_steps() -> list[dict[str, int]]:
+    """Those of a step in four parts, and of one with a replicated parameter."""
+    module = sharded(blocks(2))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    parts = counts_of(lambda: train_step(module, optimizer, rows(), loss=square, gradient_accumulation_steps=4))
+    scaled = sharded(WithScale())
+    another = torch.optim.AdamW(scaled.parameters(), fused=True)
+    batch = {**rows().kwargs, "positions": torch.arange(WIDTH).expand(len(rows().kwargs["input"]), -1)}
+    return [parts, counts_of(lambda: train_step(scaled, another, batch, loss=square))]
+
+
+def test_parts_and_replicated_parameters_add_no_wait_that_drains() -> None:
+    """A wait for the numbers of each part, behind which its backward is queued."""
+    parts, scaled = run_ranks(2, counts_of_other_steps, device="sim")[0]
+    assert (parts["waits"], parts["drains"]) == (5, 0), parts
+    assert (scaled["waits"], scaled["drains"]) == (2, 0), scaled
+
+
 class Rows:
     """Rows for a run."""
 

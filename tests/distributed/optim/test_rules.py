@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import inspect
 import warnings
+import weakref
 from functools import partial
 from typing import Any
 
@@ -167,3 +170,80 @@ def test_what_is_refused_with_its_reason(cls: Any, options: dict[str, Any], says
         make_optimizer(model(), cls, options)
     with pytest.raises(ValueError, match=says):
         fsdp2_switch_optimizer_parameters(cls(model().parameters(), **options), {})
+
+
+class Overriding(torch.optim.SGD):
+    """A `step` of its own that looks like torch's."""
+
+    calls = 0
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Count, and step as SGD does."""
+        self.calls += 1
+        return super().step(closure)
+
+
+class Remembering(torch.optim.AdamW):
+    """State of another shape than the parameter's, made by an `_init_group` of its own."""
+
+    def _init_group(self, group: Any, *lists: Any, **kwargs: Any) -> Any:
+        found = super()._init_group(group, *lists, **kwargs)  # type: ignore[no-untyped-call]
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("seen", torch.zeros(3)).add_(1)
+        return found
+
+
+class RpropOfOurs(torch.optim.Rprop):
+    """A `step` around one that does not run on DTensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step as Rprop does."""
+        return super().step(closure)
+
+
+def steps_of_the_users() -> None:
+    module = shard_module(model(), init_mesh("cpu"))
+    batch = {"input": INPUTS}
+    loss: Any = lambda output: output.square().mean()  # noqa: E731
+    train = partial(train_step, batch=batch, loss=loss)
+    overriding = Overriding(module.parameters(), lr=0.1)
+    train(module, overriding)
+    assert overriding.calls == 1
+    scheduled = torch.optim.AdamW(module.parameters())
+    ExponentialLR(scheduled, 0.9)
+    inner, calls = scheduled.step, []
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    scheduled.step = wrapper  # type: ignore[method-assign]
+    train(module, scheduled)
+    assert calls == [1]
+    remembering = Remembering(module.parameters())
+    train(module, remembering)
+    assert all(state["seen"].tolist() == [1.0] * 3 for state in remembering.state.values())
+    with pytest.raises(ValueError, match="RpropOfOurs has a step of its own around that of Rprop"):
+        train(module, RpropOfOurs(module.parameters()))
+
+
+def test_a_step_of_the_users_own_is_run_or_refused() -> None:
+    run_ranks(2, steps_of_the_users)
+
+
+def frees_its_state() -> bool:
+    module = shard_module(model(), init_mesh("cpu"))
+    optimizer = torch.optim.AdamW(module.parameters())
+    train_step(module, optimizer, {"input": INPUTS}, loss=lambda output: output.square().mean())
+    gc.disable()
+    found = weakref.ref(optimizer)
+    del optimizer
+    return found() is None
+
+
+def test_an_optimizer_goes_with_its_last_reference() -> None:
+    """Its state is as large as two models: not only when the collector runs."""
+    assert run_ranks(1, frees_its_state) == [True]
