@@ -430,3 +430,38 @@ def step_by_mapping() -> None:
 
 def test_a_mapping_is_this_ranks_rows() -> None:
     run_ranks(2, step_by_mapping)
+
+
+FUSED = next(block.text for block in blocks_of(PAGE) if "class SummedLoss" in block.text)
+
+
+def fused_head_equals_one_process() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    exec(FUSED, names)
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    module = names["FusedLlama"](LlamaConfig(vocab_size=VOCAB, num_key_value_heads=1, **sizes))
+    plain = LlamaForCausalLM(module.config)
+    plain.load_state_dict(module.state_dict())
+    ids = torch.randint(0, VOCAB, (4, LENGTH))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    shard_module(module, init_mesh("cpu"))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, plain)]
+    part = slice(dist.get_rank(), None, dist.get_world_size())
+    for _ in range(2):
+        batch = {"input_ids": ids[part], "labels": labels[part]}
+        found = train_step(module, optimizers[0], batch, loss=names["passed_on"])["loss"]
+        optimizers[1].zero_grad()
+        loss = plain(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizers[1].step()
+        assert abs(found - loss.item()) < TOLERANCE
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_head_with_its_loss_equals_one_process(world_size: int) -> None:
+    run_ranks(world_size, fused_head_equals_one_process)
