@@ -247,3 +247,21 @@ def frees_its_state() -> bool:
 def test_an_optimizer_goes_with_its_last_reference() -> None:
     """Its state is as large as two models: not only when the collector runs."""
     assert run_ranks(1, frees_its_state) == [True]
+
+
+def steps_with_gradients_in_bf16() -> None:
+    module = model()
+    expected = [parameter.detach().clone() for parameter in module.parameters()]
+    sharding = Sharding(mixed_precision="bf16", keep_low_precision_grads=True)
+    shard_module(module, init_mesh("cpu", sharding), sharding)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    train_step(module, optimizer, {"input": INPUTS}, loss=lambda output: output.square().mean())
+    for parameter, before in zip(module.parameters(), expected, strict=True):
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.dtype is torch.bfloat16
+        torch.testing.assert_close(parameter.full_tensor(), before - 0.5 * parameter.grad.full_tensor().float())
+
+
+def test_gradients_in_another_dtype_than_the_weights_are_taken() -> None:
+    run_ranks(2, steps_with_gradients_in_bf16)

@@ -163,6 +163,14 @@ def test_a_plan_adds_up_the_ranks_of_a_gpu(tmp_path: Path) -> None:
     assert short.startswith("a: GPU memory: 2 ranks that share a GPU need "), short
 
 
+def test_a_plan_of_what_others_left_of_gpus_is_one_for_gpus(tmp_path: Path) -> None:
+    save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})
+    nodes = [NodeCapacity("a", 64, 0.4, 512 * GIB, 24 * GIB)]
+    options: dict[str, Any] = {"model": one_linear(), "sharding": Sharding(wrap="none"), "nodes": nodes}
+    found = ShardedModelGroup.plan(tmp_path, placement=Placement(gpus_per_rank=0.4), world_size=1, **options)
+    assert (found.device, len(found.nodes[0].ranks)) == ("cuda", 1)
+
+
 def test_a_plan_for_gpus_that_nobody_has_yet(tmp_path: Path) -> None:
     # 7 B parameters in bf16 with AdamW: 7 × (2 + 2 + 2 + 2) GB over 8 ranks fit 24 GiB each, but not over 2.
     save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})
