@@ -123,14 +123,20 @@ def _merge(ranges: list[FileRange], descriptors: list[int]) -> list[_Read]:
     return reads
 
 
-def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
-    """Prepare every rank's reads of its own ranges into its shards; only `preadv` calls are timed."""
-    checkpoint = open_checkpoint(case.checkpoint)
-    materialize(module, torch.device("cpu"))
+def _opened(checkpoint: Checkpoint) -> tuple[ExitStack, list[int]]:
+    """Open the files; leaving the stack closes them."""
     stack = ExitStack()
     descriptors = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in checkpoint.files]
     for descriptor in descriptors:
         stack.callback(os.close, descriptor)
+    return stack, descriptors
+
+
+def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
+    """Prepare every rank's reads of its own ranges into its shards; only `preadv` calls are timed."""
+    checkpoint = open_checkpoint(case.checkpoint)
+    materialize(module, torch.device("cpu"))
+    stack, descriptors = _opened(checkpoint)
     reads = _merge(own_ranges(module, checkpoint), descriptors)
 
     def run() -> None:
@@ -145,10 +151,7 @@ def prepare_read_threads_floor(case: Case, module: nn.Module) -> Run:
     """Prepare every rank's reads of its own ranges by the threads of a load, `JOB_BYTES` each; nothing is copied."""
     checkpoint = open_checkpoint(case.checkpoint)
     materialize(module, torch.device("cpu"))
-    stack = ExitStack()
-    descriptors = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in checkpoint.files]
-    for descriptor in descriptors:
-        stack.callback(os.close, descriptor)
+    stack, descriptors = _opened(checkpoint)
     num_threads = read_threads(torch.device(case.device_type), dist.get_world_size())
     jobs: queue.SimpleQueue[_Read] = queue.SimpleQueue()
     for item in own_ranges(module, checkpoint):

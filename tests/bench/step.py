@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding.batch import RankBatch, Split
 from raysharding.config import Sharding
 from raysharding.distributed import init_mesh, shard_module, train_step
 from raysharding.distributed.training.step import queue_train_step
@@ -141,9 +142,11 @@ class Loop:
 
     def queued(self, num_steps: int) -> float:
         """As `fit` does."""
-        step = None
+        step, num_rows = None, len(next(iter(self.rows.values())))
+        kwargs = {name: Split(value) for name, value in self.rows.items()}
+        batch = RankBatch(wrapped_kwargs=kwargs, num_rows=num_rows, rows=(num_rows,) * dist.get_world_size())
         for _ in range(num_steps):
-            step = queue_train_step(self.module, self.optimizer, self.rows, max_grad_norm=MAX_NORM, earlier=step)
+            step = queue_train_step(self.module, self.optimizer, [[batch]], None, MAX_NORM, earlier=step)
         assert step is not None
         return step.read()["loss"]
 

@@ -128,7 +128,7 @@ class Fit:
             raise
 
     def settle(self) -> None:
-        """Wait until the last step is complete. Collective; before anything but the next step uses what it changed.
+        """Wait until the last step is complete, before anything but the next one uses what it changed. Not collective.
 
         Raises:
             RuntimeError: As from `PendingStep.read`.
@@ -146,9 +146,7 @@ class Fit:
             return None
         try:
             plan, earlier = self._plan, self._pending
-            self._pending = queue_train_step(
-                module, optimizer, passes, loss=plan.loss, max_grad_norm=plan.max_grad_norm, earlier=earlier
-            )
+            self._pending = queue_train_step(module, optimizer, passes, plan.loss, plan.max_grad_norm, earlier=earlier)
         except Exception as error:
             is_empty = isinstance(error, EmptyBatchError) and is_recoverable(error)
             if not is_empty or self._plan.on_empty == "raise":

@@ -224,7 +224,7 @@ class Accumulation:
 def train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: RankBatch | Mapping[str, Any] | Passes,
+    batch: RankBatch | Mapping[str, Any],
     *,
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
@@ -259,38 +259,27 @@ def train_step(
         Exception: Any error of the model, the loss or the optimizer. If all ranks raise the same, the module has been
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
-    return queue_train_step(
-        module,
-        optimizer,
-        batch,
-        loss=loss,
-        max_grad_norm=max_grad_norm,
-        training=training,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    ).read()
+    check_max_grad_norm(max_grad_norm)
+    passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step", loss)
+    return queue_train_step(module, optimizer, passes, loss, max_grad_norm, training=training).read()
 
 
 @over_ranks_of("module")
 def queue_train_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: RankBatch | Mapping[str, Any] | Passes,
+    passes: Passes,
+    loss: LossFunction | None,
+    max_grad_norm: float | None,
     *,
-    loss: LossFunction | None = None,
-    max_grad_norm: float | None = None,
     training: bool = True,
-    gradient_accumulation_steps: int = 1,
     earlier: PendingStep | None = None,
 ) -> PendingStep:
-    """As `train_step`, without a wait for the update; see Note [Waits]. Collective.
+    """As `train_step`, over passes, and without a wait for the update; see Note [Waits]. Collective.
 
     The step before, `earlier`, is read once the backward is queued.
     """
     check_max_grad_norm(max_grad_norm)
-    if isinstance(batch, list):
-        passes = batch
-    else:
-        passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step", loss)
     all_passes = [one for part in passes for one in part]
     done = Accumulation(earlier)
     zero_grad(module, optimizer)
