@@ -43,11 +43,16 @@ def test_other_backends_are_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert not passes_shared_device(device)
 
 
+servers: list[Any] = []
+"""Stores of rank 0: as in a rank's actor they outlive a refusal, which the other rank may not have read yet."""
+
+
 def join(folder: Path, number: int, index: int, why: str | None) -> None:
     """Join the next group of two ranks, on the device of an index."""
     rank, file, server = int(os.environ["RANK"]), folder / f"store-{number}", None
     if rank == 0:
         server, address = serve_store("127.0.0.1", timeout_s=30.0)
+        servers.append(server)
         (folder / "written").write_text(f"{address.port} {address.prefix}")
         (folder / "written").rename(file)
     until = time.monotonic() + 30
