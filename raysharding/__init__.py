@@ -7,10 +7,9 @@ The package holds the public names and imports each of them on first use (PEP 56
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raysharding.gc_pause import paused_gc
+from raysharding.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from raysharding.batch import *
@@ -62,19 +61,4 @@ __all__ = [
     "current_worker",
 ]
 
-_HOMES = ("errors", "config", "batch", "distributed", "worker", "group")
-"""Modules that hold the names, each before its importers: a name costs no more than the import of its own module."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
-    with paused_gc():
-        value = next(getattr(home, name) for home in homes if hasattr(home, name))
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("errors", "config", "batch", "distributed", "worker", "group"))

@@ -1,17 +1,21 @@
-"""A model as a group of Ray actors: placement, rendezvous, supervision, calls. Only this package imports Ray."""
+"""A model as a group of Ray actors: placement, a controller, calls. Only this package imports Ray.
 
-from raysharding.gc_pause import paused_gc
+The package imports each of its names on first use: the controller's process must not import torch.
+"""
 
-with paused_gc():  # every rank's process begins with these imports
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysharding.lazy_names import lazy_names
+
+if TYPE_CHECKING:
     from raysharding.group.calls import Call, Handle
-    from raysharding.group.cluster import NodeCapacity
+    from raysharding.group.cluster import NodeCapacity, NodeRoom
     from raysharding.group.fit import EarlyStop, FitReport, FitStep, PredictReport
     from raysharding.group.group import ShardedModelGroup
     from raysharding.group.ranks import RankInfo
     from raysharding.group.supervision import GroupState, LiveView
-
-NodeRoom = NodeCapacity
-"""The old name of `NodeCapacity`."""
 
 __all__ = [
     "Call",
@@ -27,3 +31,5 @@ __all__ = [
     "RankInfo",
     "ShardedModelGroup",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("ranks", "cluster", "calls", "supervision", "fit", "group"))

@@ -15,6 +15,7 @@ from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_w
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
+    NodeRoom,
     ask_nodes,
     assign,
     cluster_capacity,

@@ -161,6 +161,10 @@ class NodeCapacity:
         return {"CPU": self.cpus, "GPU": float(self.gpus)}
 
 
+NodeRoom = NodeCapacity
+"""The old name of `NodeCapacity`."""
+
+
 def local_capacity() -> list[NodeCapacity]:
     """Return this machine as the only node of the cluster that `ray.init()` would start on it."""
     facts = facts_here("127.0.0.1")

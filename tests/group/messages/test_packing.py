@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysharding.group.rpc.messages import AsValue, pack
+from raysharding.group.messages import AsValue, pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

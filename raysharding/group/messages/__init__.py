@@ -1,0 +1,25 @@
+"""What crosses between driver, controller and rank: packed values, commands and their responses, exceptions as data."""
+
+from raysharding.group.messages.commands import (
+    COMMAND_BYTES,
+    NEXT_STEP,
+    RESULT_BYTES,
+    Command,
+    Mode,
+    OutputMode,
+    Progress,
+    Response,
+    SaveStatus,
+    Stacks,
+    StateChange,
+    in_step,
+    one_model,
+)
+from raysharding.group.messages.packing import AsValue, Packed, Shared, pack, pack_batches, pack_same
+from raysharding.group.messages.remote_error import (
+    RemoteError,
+    Stage,
+    has_lost_peers,
+    is_connection_error,
+    record_exception,
+)

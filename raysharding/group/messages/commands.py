@@ -1,0 +1,128 @@
+"""`Command`, `Response` and what else a rank is told and tells, as data that needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from raysharding.group.messages.packing import Packed
+from raysharding.group.messages.remote_error import RemoteError
+
+COMMAND_BYTES = 256 << 10
+"""Longest argument inside a `Command`, of which every rank gets its own; Ray sends a stored one once to every node."""
+RESULT_BYTES = 48 << 10
+"""Longest result inside a `Response`, which passes through the controller; Ray holds a stored one on its node."""
+
+NEXT_STEP = "_next"
+"""A call in steps begins with its method, and goes on with the method of this ending as long as rank 0 has more."""
+
+OutputMode = Literal["value", "ref"]
+
+Mode = Literal["train", "eval"] | None
+"""Mode of the modules in a call; `None`: the call's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What one rank is to run."""
+
+    method: str
+    """Name of a method of `RankCommands`."""
+    number: int
+    """Number of the command, the same on every rank; a later command has a greater number."""
+    args: Packed | None
+    """Packed `(args, kwargs)` of the rank; `None` if `fetched` names it."""
+    shared: Packed | None = None
+    """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `args`; `None` if there are
+    none, or if `fetched` names it."""
+    fetched: tuple[Literal["args", "shared"], ...] = ()
+    """Fields that are too large for the command: `RankActor.fetch` brings their values first, in this order."""
+    output: OutputMode = "value"
+    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
+    max_output_bytes: int | None = None
+    """Cap on the packed result, `None` for results that are bounded otherwise."""
+    resets: bool = False
+    """True if every rank resets its module first, as those did that raised alone in the call before."""
+
+    def with_fetched(self, parts: Sequence[Packed]) -> Command:
+        """Return the command with the values of the fields in `fetched`."""
+        assert len(parts) == len(self.fetched), "the controller awaits fetch before run"
+        given = dict(zip(self.fetched, parts, strict=True))
+        return replace(self, args=given.get("args", self.args), shared=given.get("shared", self.shared), fetched=())
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """How a command ended on one rank."""
+
+    change: StateChange
+    """What it did to what the rank holds."""
+    error: RemoteError | None = None
+    """The exception, `None` after success."""
+    more: bool = False
+    """True if the same call has more to give (`state_dict`, a bucket at a time)."""
+    value: Packed | None = None
+    """Its packed result, if that is small; `None` also for a result that is `None`."""
+    is_stored: bool = False
+    """True if the result is the second return of `RankActor.run`: it is large, holds references, or is to be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    """What a command did to a rank's weights and optimizer state.
+
+    Ranks that held one model before it hold one after it where their changes are equal and whole.
+    """
+
+    whole: bool
+    """True if no change was left half-way, by this command or an earlier one."""
+    num_changes: int
+    """How often the command changed them."""
+    num_collectives: int = field(default=0, compare=False)
+    """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
+
+
+def in_step(changes: Iterable[StateChange]) -> bool:
+    """Return True if ranks with these changes began as many collectives, so that their next ones match."""
+    return len({change.num_collectives for change in changes}) == 1
+
+
+def one_model(changes: Iterable[StateChange]) -> bool:
+    """Return True if ranks with these changes hold one model, provided that they held one before."""
+    kinds = set(changes)
+    return len(kinds) == 1 and all(change.whole for change in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank is doing now."""
+
+    phase: str
+    """`plan`, `stream`, `finalize`, `ready` or the name of the call."""
+    bytes_done: int
+    """Bytes that the load or save has moved."""
+    bytes_total: int
+    """Bytes that it will move, 0 while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Python stacks of a rank's threads."""
+
+    text: str
+    """The work thread's first, formatted."""
+    in_collective: bool
+    """True if the work thread waits inside torch.distributed, so for another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStatus:
+    """What rank 0 says of a save."""
+
+    is_done: bool
+    """True if it has ended, well or not."""
+    bytes_done: int
+    """Bytes written so far."""
+    error: Exception | None
+    """What it failed of."""
