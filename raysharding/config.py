@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite
-from typing import Any, Literal, TypeGuard
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from raysharding.arguments import fields_with_hints
+
+if TYPE_CHECKING:  # imported where it is needed: a group's controller reads its placement and timeouts without torch
+    import torch
+    from torch import nn
 
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
@@ -32,6 +34,8 @@ def floating_dtype(given: object, what: str = "dtype") -> torch.dtype:
     Raises:
         ValueError: `given` is none of these.
     """
+    import torch
+
     if isinstance(given, torch.dtype) and given.is_floating_point:
         return given
     text = given.removeprefix("torch.") if isinstance(given, str) else ""
@@ -172,7 +176,7 @@ class Sharding:
     def _check_modules(self) -> None:
         ignored = self.ignored_modules
         items = ignored if isinstance(ignored, Sequence) and not isinstance(ignored, str) else [ignored]
-        is_choice = callable(ignored) or all(isinstance(item, str | nn.Module) for item in items)
+        is_choice = callable(ignored) or all(isinstance(item, str) or _is_module(item) for item in items)
         cure = "give regular expressions on module names, modules, or a predicate over modules"
         _require(self, "ignored_modules", is_choice, cure)
         _require_patterns("ignored_modules", (item for item in items if isinstance(item, str)))
@@ -247,10 +251,17 @@ def _are_names(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
+def _is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")  # if not imported, `value` is not a module
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
 def _precision(given: Any) -> Any:
     """Return the dtype of `Sharding.mixed_precision`, or the policy with dtypes for names in its fields."""
     if given is None:
         return None
+    import torch
+
     if not isinstance(given, str | torch.dtype):
         from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import, and few callers pass one
 

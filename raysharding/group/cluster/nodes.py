@@ -21,8 +21,6 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
-from raysharding.distributed.comm import interface_of
-from raysharding.distributed.transfer import available_bytes
 from raysharding.group.cluster.placement import labels_match, ranks_that_fit
 from raysharding.group.cluster.ray_internals import free_resources, has_token_auth, is_worker
 from raysharding.units import MIB
@@ -55,6 +53,9 @@ class NodeFacts:
 
 def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
     """Return the facts of this machine; takes some ms, and with GPUs also the time of nvidia-smi."""
+    from raysharding.distributed.comm import interface_of  # imports torch
+    from raysharding.distributed.transfer import available_bytes
+
     return NodeFacts(
         node_ip=node_ip,
         versions=versions_here(),

@@ -41,7 +41,6 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
-from raysharding.distributed.comm import check_device_type
 from raysharding.errors import PlacementError
 from raysharding.group.cluster.display import tell
 from raysharding.group.cluster.ray_internals import (
@@ -246,6 +245,8 @@ def choose_ranks(
         ValueError: The device type is unknown, or is one of which there is none to count; or the CPU, with a part of a
             GPU for each rank.
     """
+    from raysharding.distributed.comm import check_device_type  # imports torch
+
     if device == "cpu" and placement.gpus_per_rank != 1:
         what = f"Placement(gpus_per_rank={placement.gpus_per_rank:g}) with device='cpu'"
         raise ValueError(f"{what}: ranks on CPUs reserve no GPU: leave gpus_per_rank out, or device")
