@@ -119,7 +119,7 @@ def main(address: str) -> NoReturn:
 
 def _preload() -> None:
     """Import what a worker imports, but for Ray, whose C++ part reads the worker's environment when it is loaded."""
-    listing = "import sys, raysharding.group.actors.actor, ray._private.workers.default_worker; print(*sys.modules)"
+    listing = "import sys, raysharding.group.rank.commands, ray._private.workers.default_worker; print(*sys.modules)"
     names = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout.split()
     without_ray = [name for name in names if name.partition(".")[0] not in ("ray", "raysharding", "__main__")]
     for name in (*without_ray, *LATER, "raysharding.worker", *PRELOADED):

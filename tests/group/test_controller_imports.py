@@ -7,7 +7,7 @@ import pytest
 from tests.test_layering import run_python
 
 
-@pytest.mark.parametrize("room", ["messages"])
+@pytest.mark.parametrize("room", ["messages", "cluster", "rank"])
 def test_what_the_controller_imports_needs_no_torch(room: str) -> None:
     heavy = ("torch", "transformers", "pyarrow")
     run_python(

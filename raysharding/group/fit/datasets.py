@@ -31,7 +31,7 @@ from raysharding.data import (
     schema_as_text,
 )
 from raysharding.errors import DataError, GroupError
-from raysharding.group.actors import DatasetBlocks
+from raysharding.group.rank import DatasetBlocks
 from raysharding.group.ranks import Member
 from raysharding.group.supervision import probe_all
 

@@ -25,7 +25,7 @@ from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
 from raysharding.group.cluster import Lifetime, ask_nodes, check_name, join_announced
-from raysharding.group.rpc import pack
+from raysharding.group.messages import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
 
 

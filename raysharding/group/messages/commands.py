@@ -66,6 +66,8 @@ class Response:
     """Its packed result, if that is small; `None` also for a result that is `None`."""
     is_stored: bool = False
     """True if the result is the second return of `RankActor.run`: it is large, holds references, or is to be one."""
+    keeps_adapters: bool = False
+    """True if the command loaded a whole model and kept the adapters that the rank has on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharding.group.rpc import Packed, pack
+from raysharding.group.messages import Packed, pack
 
 
 @dataclass(frozen=True, slots=True)

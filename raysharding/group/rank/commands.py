@@ -30,14 +30,14 @@ from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan, PredictPlan
 from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, RayshardingError, said
-from raysharding.group.actors.argument_refs import fetched
-from raysharding.group.actors.memory_gauge import export_memory
-from raysharding.group.actors.model_facts import ModelFacts
-from raysharding.group.actors.title import Title
 from raysharding.group.cluster import accelerator_names, facts_here
-from raysharding.group.ranks import RankInfo
-from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
-from raysharding.models import InputBounds
+from raysharding.group.messages import NEXT_STEP, Command, Mode, SaveStatus, Shared, StateChange
+from raysharding.group.rank.argument_refs import fetched
+from raysharding.group.rank.assignment import Assignment
+from raysharding.group.rank.memory_gauge import export_memory
+from raysharding.group.rank.model_facts import ModelFacts
+from raysharding.group.rank.title import Title
+from raysharding.models import Adapted, InputBounds
 from raysharding.worker import PredictStart, PredictSteps, Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_to")
@@ -54,30 +54,8 @@ class Step:
     """True if another step follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Place of a rank in the group."""
-
-    info: RankInfo
-    """The rank, its node and its device."""
-    world_size: int
-    """Number of ranks."""
-    visible_gpus: str
-    """CUDA_VISIBLE_DEVICES of the node; empty for CPU ranks."""
-    shares_device: bool
-    """True if other ranks, of this group or another, may have the same GPU."""
-    num_threads: int
-    """Number of torch threads of a CPU rank, unless OMP_NUM_THREADS is set."""
-    rendezvous_s: float
-    """Longest wait for the other ranks, in seconds."""
-    collective_s: float
-    """Timeout of collectives, in seconds."""
-    stall_s: float
-    """Longest silence of a peer in a load or save, in seconds."""
-
-
 class RankCommands:
-    """Runs commands on the work thread. "Collective": the driver sends the command to every rank."""
+    """Runs commands on the work thread. "Collective": the controller sends the command to every rank."""
 
     def __init__(self, title: Title) -> None:
         self._title = title
@@ -88,6 +66,7 @@ class RankCommands:
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
         self._evaluation: Iterator[dict[str, float] | None] = iter(())
         self._doing = "start"
+        self._is_adapted = False
         self._collectives_before = 0
 
     @thread_state_restored()
@@ -95,7 +74,7 @@ class RankCommands:
         """Run one command.
 
         Args:
-            command: Names a public method; its arguments have arrived.
+            command: Names a public method; holds its arguments.
 
         Returns:
             True if the call has more steps, and the value.
@@ -105,9 +84,9 @@ class RankCommands:
         self._collectives_before = self._num_collectives()
         if command.resets:
             self.reset()
-        assert isinstance(command.args, Packed), "Ray has fetched them"
+        assert command.args is not None, "RankActor.fetch brought them, if the controller did not"
         args, kwargs = command.args.unpack()
-        if isinstance(command.shared, Packed):
+        if command.shared is not None:
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
         args = tuple(fetched(value, command.method) if isinstance(value, RankBatch) else value for value in args)
@@ -125,14 +104,10 @@ class RankCommands:
         return address
 
     def join(self, place: Assignment, address: StoreAddress) -> None:
-        """Set device, threads and process group of the assigned place; collective.
-
-        Ranks with a module keep it in the new process group.
-        """
+        """Set device, threads and process group of the assigned place; collective, once in the process's life."""
         info = place.info
         self._title.show_rank(info.rank)
         self._address, self._node_ip = address, info.node_ip
-        leave_process_group()
         device = torch.device(info.device)
         # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
@@ -155,16 +130,8 @@ class RankCommands:
             timeout_s=place.collective_s,
             server=self._server,
         )
-        if self._rank_worker is None:
-            worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
-            self._rank_worker = worker
-            export_memory(self._title.group, info.rank, self.status)
-        else:
-            self._rank_worker.rejoin()
-
-    def attach(self) -> bool:
-        """Return True if there is an optimizer."""
-        return self._worker.optimizer is not None
+        self._rank_worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
+        export_memory(self._title.group, info.rank, self.status)
 
     node_facts = staticmethod(facts_here)
     """Return what this process sees of its node. Not collective; runs before `join`."""
@@ -181,6 +148,7 @@ class RankCommands:
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> Any:
         """Build the sharded module on meta, and return the bounds of its inputs and its `ModelFacts`; collective."""
+        self._is_adapted = isinstance(model, Adapted)
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
         return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module)
 
@@ -325,6 +293,11 @@ class RankCommands:
         worker = self._rank_worker
         collectives = self._num_collectives() - self._collectives_before
         return StateChange(worker is not None and worker.status.whole, self.num_changes() - before, collectives)
+
+    def keeps_adapters(self) -> bool:
+        """Return True if the command that succeeded loaded a whole model and kept the adapters on it."""
+        report = self._worker.load_report if self._doing == "load" and self._is_adapted else None
+        return report is not None and bool(report.kept)
 
     def _num_collectives(self) -> int:
         return 0 if self._rank_worker is None else self._rank_worker.status.num_collectives()

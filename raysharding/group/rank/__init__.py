@@ -1,0 +1,26 @@
+"""The rank's side: the Ray actor, its commands, its lease. The controller imports no torch, so names are lazy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysharding.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from raysharding.group.rank.actor import REMOTE_RANK_ACTOR, ActorInfo, RankActor
+    from raysharding.group.rank.assignment import Assignment
+    from raysharding.group.rank.dataset_blocks import DatasetBlocks
+    from raysharding.group.rank.model_facts import ModelFacts
+    from raysharding.group.rank.title import Title
+
+__all__ = [
+    "REMOTE_RANK_ACTOR",
+    "ActorInfo",
+    "Assignment",
+    "DatasetBlocks",
+    "ModelFacts",
+    "RankActor",
+    "Title",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("title", "assignment", "actor", "dataset_blocks", "model_facts"))

@@ -1,0 +1,284 @@
+"""The Ray actor of one rank: one thread runs commands, others answer the controller meanwhile.
+
+The controller creates the actors without importing torch, so this module imports torch only where a rank runs.
+Results and exceptions leave a command as typed data (`Response`, `Packed`), so that an exception that does not pickle,
+or a result that is too large, does not end the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import ray
+
+from raysharding.errors import OutputTooLargeError
+from raysharding.gc_pause import paused_gc
+from raysharding.group.cluster import ProcessSnapshot, dump_stacks, enable_stack_dumps, tell
+from raysharding.group.messages import (
+    RESULT_BYTES,
+    AsValue,
+    Command,
+    Packed,
+    Progress,
+    RemoteError,
+    Response,
+    SaveStatus,
+    Stacks,
+    Stage,
+    pack,
+    record_exception,
+)
+from raysharding.group.rank.lease import RankLease
+from raysharding.group.rank.title import Title
+
+# `work` is one thread, the same for the actor's life: torch's current device is per thread. `lifetime` keeps one thread
+# of `control`; the others are for probes, of which a slow one may block its thread.
+CONCURRENCY_GROUPS = {"work": 1, "data": 1, "control": 6}
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """Where an actor runs, as the actor reports it."""
+
+    node_id: str
+    """Ray's id of the node."""
+    node_ip: str
+    """Address of the node, as Ray knows it."""
+    pid: int
+    """Process id."""
+    gpu_ids: tuple[str, ...]
+    """GPUs that Ray assigned to it, as CUDA_VISIBLE_DEVICES names them."""
+    sees_checkpoint: bool
+    """True if the checkpoint is one that any node reads, or its files exist on the node."""
+    stacks_descriptor: int
+    """File descriptor that `stack_dump.dump_stacks` needs."""
+    log_paths: tuple[str, ...] = ()
+    """Files on the node that receive the actor's stdout and stderr."""
+    snapshot: str | None = None
+    """Directory of the checkpoint in the node's Hugging Face cache, if the checkpoint is a model of the hub."""
+
+
+class RankActor:
+    """One rank. The controller creates it with `max_restarts=0`: the group restarts as a whole."""
+
+    def __init__(self, title: Title, lease_s: float | None = None, hub: Packed | None = None) -> None:
+        """Import what a rank needs, and start the lease.
+
+        Args:
+            title: What Ray calls the actor.
+            lease_s: Length of the first lease, in seconds; the controller renews it. `None`: no lease.
+            hub: The driver's `HubAccess`, packed, if the checkpoint is on the Hugging Face hub. An argument, since Ray
+                logs the variables of a runtime environment.
+        """
+        with paused_gc():
+            from raysharding.checkpoint.storage import adopt_access
+            from raysharding.group.rank.commands import RankCommands
+
+        if hub is not None:
+            adopt_access(hub.unpack())
+        # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._title = title
+        self._commands = RankCommands(title)
+        self._fetched: dict[int, Sequence[Packed]] = {}
+        self._work_thread = 0
+        self._control_threads: set[int] = set()
+        self._stacks_descriptor = enable_stack_dumps()
+        self._lease = RankLease(_end)
+        self._lease.renew(lease_s)
+
+    def __repr__(self) -> str:
+        return str(self._title)
+
+    @ray.method(concurrency_group="work", num_returns=2)
+    def run(self, command: Command) -> tuple[Response, Packed | AsValue | None]:
+        """Run a command; never raises.
+
+        The second return is the result if `is_stored` of the first is True. Ray keeps it in the object store of this
+        node until somebody fetches it, so it does not pass through the controller.
+        """
+        self._work_thread = threading.get_ident()
+        response, result = self._run(command)
+        if result is None:
+            return response, None
+        if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES and not result.refs:
+            return replace(response, value=result), None
+        return replace(response, is_stored=True), result
+
+    @ray.method(concurrency_group="data")
+    def fetch(self, number: int, *parts: Packed) -> None:
+        """Hold large arguments, which Ray has fetched, until the command of this number or a later one runs.
+
+        Args:
+            number: `Command.number`.
+            parts: Values of the fields in `Command.fetched`, in that order.
+        """
+        self._fetched[number] = parts
+
+    @ray.method(concurrency_group="control")
+    def probe(self, paths: Sequence[str]) -> ActorInfo:
+        """Return where this actor runs and whether it sees these files of a checkpoint; URIs are seen everywhere."""
+        from raysharding.checkpoint.storage import is_remote
+
+        snapshot = _snapshot(paths)
+        context = ray.get_runtime_context()
+        return ActorInfo(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            gpu_ids=tuple(str(number) for ids in context.get_accelerator_ids().values() for number in ids),
+            sees_checkpoint=snapshot is not None or all(is_remote(path) or os.path.exists(path) for path in paths),
+            stacks_descriptor=self._stacks_descriptor,
+            log_paths=_log_paths(),
+            snapshot=snapshot,
+        )
+
+    @ray.method(concurrency_group="control")
+    def lifetime(self) -> None:
+        """Block until this process ends: the call then fails, by which the controller notices an idle rank's death."""
+        self._control_threads.add(threading.get_ident())
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="control")
+    def renew(self, lease_s: float | None) -> None:
+        """Renew the lease of the rank."""
+        self._lease.renew(lease_s)
+
+    @ray.method(concurrency_group="control")
+    def save_status(self, number: int) -> SaveStatus:
+        """Return the status of a save in the background."""
+        return self._commands.save_status(number)
+
+    @ray.method(concurrency_group="control")
+    def pin(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
+        """Hold references to the blocks of a dataset; see `dataset_blocks.pin`."""
+        from raysharding.group.rank.dataset_blocks import pin
+
+        pin(key, refs)
+
+    @ray.method(concurrency_group="control")
+    def store_address(self) -> Packed:
+        """Return the packed `StoreAddress` of the group, where ranks of another group can meet those of this one."""
+        return pack(self._commands.store_address(), "the address of the store")
+
+    @ray.method(concurrency_group="control")
+    def stop_copy(self, key: str) -> None:
+        """End a copy whose other group has failed, as the controller knows."""
+        self._commands.stop_copy(key)
+
+    @ray.method(concurrency_group="control")
+    def end(self) -> None:
+        """End this process at once, for a controller that cannot kill the actor through Ray."""
+        os._exit(1)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        """Return the progress of the running load or save."""
+        return Progress(*self._commands.progress())
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        """Return what the rank is doing and its memory, while a command runs."""
+        return self._commands.status()
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> Stacks:
+        """Format the stacks of all threads but Ray's and the control threads, the work thread's first."""
+        from raysharding.distributed.comm import waits_for_others
+
+        self._control_threads.add(threading.get_ident())
+        frames = sys._current_frames()
+        work = frames.pop(self._work_thread, None)
+        parts = [] if work is None else ["work thread:\n" + "".join(traceback.format_stack(work))]
+        for ident, frame in frames.items():
+            if ident not in self._control_threads and not _is_rays_own(frame):
+                parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
+        return Stacks("\n".join(parts), work is not None and waits_for_others(work))
+
+    @ray.method(concurrency_group="control")
+    def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:
+        """Inspect another rank of this node that does not answer; `None` if it is not visible from this process."""
+        return dump_stacks(pid, descriptor)
+
+    def _run(self, command: Command) -> tuple[Response, Packed | AsValue | None]:
+        stage: Stage = "run"
+        before = self._commands.num_changes()
+        try:
+            more, value = self._commands.run(command.with_fetched(self._take_fetched(command.number)))
+            stage = "output"
+            result = _pack_output(value, command)
+        except BaseException as error:  # noqa: BLE001
+            # Boundary to user code: every exception, `SystemExit` too, goes to the controller as data.
+            return Response(self._commands.change_since(before), error=self._describe(error, stage)), None
+        change, keeps_adapters = self._commands.change_since(before), self._commands.keeps_adapters()
+        return Response(change, more=more, keeps_adapters=keeps_adapters), result
+
+    def _take_fetched(self, number: int) -> Sequence[Packed]:
+        """Return the arguments that were fetched for a command, and drop those of commands that did not come."""
+        taken = {other: self._fetched.pop(other) for other in list(self._fetched) if other <= number}
+        return taken.get(number, ())
+
+    def _describe(self, error: BaseException, stage: Stage) -> RemoteError:
+        return record_exception(
+            error,
+            stage=stage,
+            phase=self._commands.phase(),
+            tensor=self._commands.tensor(),
+            recovered=self._commands.is_usable(),
+        )
+
+
+REMOTE_RANK_ACTOR = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
+"""Actor class of the ranks, made once: Ray disassembles and exports every class that `ray.remote` makes."""
+
+
+def _end(lease_s: float) -> None:
+    """End this process, whose lease has expired. `sys.exit` would only end a thread."""
+    tell(f"the controller has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
+    os._exit(1)
+
+
+def _snapshot(paths: Sequence[str]) -> str | None:
+    """Return the directory of these files of a hub's model in this node's cache; `None` if one is not there."""
+    from raysharding.checkpoint.storage import HubPath, split_path
+
+    hub = HubPath.of_pinned(split_path(paths[0])[0]) if paths else None
+    found = None if hub is None else hub.cached()
+    if found is None or not all(os.path.exists(os.path.join(found, split_path(path)[1])) for path in paths):
+        return None
+    return found
+
+
+def _log_paths() -> tuple[str, ...]:
+    """Return the files that Ray redirects stdout and stderr to."""
+    paths = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2)]
+    return tuple(path for path in paths if os.path.isfile(path))
+
+
+def _is_rays_own(frame: FrameType) -> bool:
+    """Return True if a thread runs only Ray's code."""
+    own = (os.path.dirname(ray.__file__), threading.__file__)
+    return all(each.f_code.co_filename.startswith(own) for each, _ in traceback.walk_stack(frame))
+
+
+def _pack_output(value: Any, command: Command) -> Packed | AsValue | None:
+    if value is None and command.output == "value":
+        return None
+    packed = pack(value, f"the result of {command.method}")
+    cap = command.max_output_bytes
+    if cap is not None and packed.num_bytes > cap:
+        message = (
+            f"the result of {command.method} is {packed.num_bytes} bytes on this rank, over "
+            f"max_output_bytes={cap}; return less (out=Out.none() or Out.rank0()), pass fewer rows, keep it on the "
+            "cluster (out=Out.refs()), or raise max_output_bytes"
+        )
+        raise OutputTooLargeError(message, num_bytes=packed.num_bytes, max_output_bytes=cap)
+    return AsValue(packed) if command.output == "ref" else packed
