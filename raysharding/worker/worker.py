@@ -20,7 +20,6 @@ from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (
     mark_recovery,
     recover_after,
-    rejoin,
     reset,
     roots_before_blocks,
     shard_module,
@@ -159,20 +158,6 @@ class Worker:
             module = build_module(model, checkpoint, status.loading.dtype)
             status.hold(shard_module(module, self.mesh, status.sharding))
             self._forwarding = Forwarding(self.module)
-
-    def rejoin(self) -> None:
-        """Keep module and optimizer in a new process group after the old one is destroyed. Collective.
-
-        Raises:
-            RuntimeError: Module and optimizer cannot be kept; call `build` and `load` again.
-        """
-        with self.status.running("rendezvous", "rejoin"):
-            rejoin(self.module, self.mesh, self.status.sharding)
-            self.status.use_mesh(self.mesh)
-            self.status.saver.lose_group()
-            # Only some ranks' gradients may include the passes of a failed call.
-            self.trainer.drop_gradients()
-            self.status.usable = True
 
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module and, from a save by raysharding, into the optimizer. Collective.

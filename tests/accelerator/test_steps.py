@@ -234,7 +234,7 @@ def state_after_a_lost_rank() -> tuple[bool, bool, bool]:
     with pytest.raises(RuntimeError) as caught:
         train_step(module, optimizer, rows(), loss=lost_square)
     if dist.get_rank() == 1:
-        cut(connections())  # as the driver does, so that the other rank's collective ends
+        cut(connections())  # as its death does, so that the other rank's collective ends
     for _ in range(8):  # each of the streams raises its error once
         with suppress(dist.DistBackendError):
             sim().synchronize()

@@ -1,6 +1,6 @@
 """Communication beside tensors: process group, device mesh, JSON collectives, agreement on failure, link test."""
 
-from raysharding.distributed.comm.abort import Connection, between, connections, cut, nobody_connects_later
+from raysharding.distributed.comm.abort import nobody_connects_later
 from raysharding.distributed.comm.agreement import (
     BUCKETS_PER_CHECK,
     FailureFlag,

@@ -1,9 +1,9 @@
 """Shut down this process's TCP connections to other ranks, and keep strangers from connecting to gloo.
 
-Note [Cutting]: shutting sockets down is the only way to end a collective on gloo. `ProcessGroup.abort()` unblocks
-nothing, and neither does `destroy_process_group` while modules hold the group. gloo's sockets are ordinary sockets of
-this process: after `shutdown(2)`, a thread that waits in a collective gets "Connection closed by peer" within
-milliseconds, on this rank and on the ranks at the other ends.
+Note [Cutting]: a copy between two groups ends when one of them fails, and shutting sockets down is the only way to end
+a collective on gloo. `ProcessGroup.abort()` unblocks nothing, and neither does `destroy_process_group` while modules
+hold the group. gloo's sockets are ordinary sockets of this process: after `shutdown(2)`, a thread that waits in a
+collective gets "Connection closed by peer" within milliseconds, on this rank and on the ranks at the other ends.
 The process has other connections (Ray's, the user's) that must stay open. A connection belongs to the process group or
 to its store if both of its ends are ranks. One rank cannot decide that alone; `between` compares the connections of all
 ranks. (A connection that user code opens between two ranks is shut down as well.)

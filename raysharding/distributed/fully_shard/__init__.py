@@ -59,10 +59,9 @@ from raysharding.distributed.fully_shard.recovery import (
     module_mode,
     recover_after,
     recovering,
-    rejoin,
     reset,
     without_trace,
 )
-from raysharding.distributed.fully_shard.same_parameters import compare_before_forward, weights_fingerprint
+from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
 from raysharding.distributed.fully_shard.shard import mixed_precision_policy, shard_groups, shard_module, show_shards
 from raysharding.distributed.fully_shard.tensor_table import TensorTable, cut, meta_like

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -227,44 +225,6 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-
-
-def renew_process_groups(module: nn.Module, mesh: DeviceMesh, renewed: DeviceMesh) -> None:
-    """Replace destroyed process groups in mesh, DTensors and FSDP2 by those of a new mesh.
-
-    A mesh finds its groups by name. torch numbers groups from 0 in every new process group, so a mesh that is made like
-    the first one has the same names, and the meshes of all DTensors then refer to the new groups. FSDP2 also holds
-    references to groups beside the mesh. Seen in torch 2.11 to 2.13.
-
-    Args:
-        module: The sharded root module.
-        mesh: Mesh of the module.
-        renewed: Mesh that was made like `mesh`, in the new default process group.
-
-    Raises:
-        RuntimeError: The groups cannot be replaced.
-    """
-    if _group_names(mesh) != _group_names(renewed) or mesh.mesh.tolist() != renewed.mesh.tolist():
-        raise RuntimeError(f"the new mesh {renewed} has other groups than {mesh}")
-    mesh._get_root_mesh()._pg_registry.update(renewed._get_root_mesh()._pg_registry)
-    for group in fsdp_groups(module):
-        if group.post_forward_mesh_info not in (None, group.mesh_info):
-            raise RuntimeError("reshard_after_forward is a number of ranks, which have a process group of their own")
-        _renew(group.mesh_info)
-
-
-def _group_names(mesh: DeviceMesh) -> list[str]:
-    return [group.group_name for group in mesh.get_all_groups()]
-
-
-def _renew(mesh_info: Any) -> None:
-    if getattr(mesh_info, "reduce_scatter_process_group", None) is not None:
-        raise RuntimeError("a process group of the user's own reduces the gradients")
-    for axis in ("shard", "replicate"):
-        if hasattr(mesh_info, f"{axis}_process_group"):
-            group = mesh_info.mesh.get_group(getattr(mesh_info, f"{axis}_mesh_dim"))
-            assert dist.get_rank(group) == getattr(mesh_info, f"{axis}_mesh_rank"), "the ranks have kept their places"
-            setattr(mesh_info, f"{axis}_process_group", group)
 
 
 _trained: WeakKeyDictionary[Any, list[bool]] = WeakKeyDictionary()

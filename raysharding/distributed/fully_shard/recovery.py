@@ -1,7 +1,4 @@
-"""Recovery of a module after an exception on all ranks, forwards without side effects, and new process groups.
-
-`rejoin` moves a sharded module to the groups of a new process group, without changing its shards.
-"""
+"""Recovery of a module after an exception on all ranks, and forwards without side effects."""
 
 from __future__ import annotations
 
@@ -10,20 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from raysharding.config import Sharding
-from raysharding.distributed.comm import device_module, init_mesh, is_accelerator
+from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard.execution_order import forget_execution_order
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,
     fsdp_modules,
-    renew_process_groups,
     reset_iteration,
     reshard,
 )
 from raysharding.distributed.fully_shard.layout import compute_device
-from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 
 
 def recover(module: nn.Module) -> None:
@@ -105,27 +98,6 @@ def fork_rng_of(module: nn.Module) -> AbstractContextManager[None]:
     if not is_accelerator(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device.index], device_type=device.type)
-
-
-def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Move a module to a new default process group, after its old one was destroyed; collective.
-
-    No data is copied or sent, except to make the groups: parameters, hooks, and optimizers over the parameters stay.
-    Gradients are dropped.
-
-    Args:
-        module: The root module.
-        mesh: The mesh that it was sharded over, by `init_mesh`; the same ranks have the same numbers now.
-        sharding: The one that `mesh` was made with.
-
-    Raises:
-        RuntimeError: The new groups cannot take the old ones' place; the module must be built again.
-    """
-    renewed = init_mesh(mesh.device_type, sharding)
-    renew_process_groups(module, mesh, renewed)
-    # Only now: what an aborted backward left may have to be reduced before it is dropped.
-    reset(module)
-    compare_before_forward(module)  # the first comparison may be complete on some ranks only
 
 
 _UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; restart the group before the next step"

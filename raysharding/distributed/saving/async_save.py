@@ -190,10 +190,6 @@ class AsyncSaver:
             if on_wait is not None:
                 on_wait(self._saves[self._last])
 
-    def lose_group(self) -> None:
-        """Drop the process group, which was destroyed; a running save fails by itself."""
-        self._group = None
-
 
 def _run(save: Save, entry: BackgroundSave, group: dist.ProcessGroup) -> None:
     def follow(_phase: str, done: int, total: int, _tensor: str) -> None:
