@@ -61,7 +61,7 @@ FLOORS = {
     "group": _floor(
         5,
         "torch ray numpy tqdm typing_extensions matplotlib mlflow wandb IPython",
-        "placement, supervision, calls; the only user of ray",
+        "placement, a controller, calls; the only user of ray",
     ),
     "__main__": _floor(7, "", "`python -m raysharding`"),
     "callbacks": _floor(6, "", "public: what a fit tells its metrics to"),
@@ -82,11 +82,10 @@ ROOMS = {
     ),
     "group": (
         "ranks",
-        "cluster rpc",
-        "actors calls",
-        "supervision",
+        "cluster messages",
+        "calls",
+        "controller rank",
         "launch",
-        "recovery",
         "fit",
         "group callbacks",
     ),
@@ -111,18 +110,18 @@ distributed
     weights            module → other models and engines
     sharding           public: what people with their own launcher need
 group
-    cluster      what Ray and its nodes give
-    rpc          what crosses between driver and rank
-    actors       the rank's side
-    calls        what the caller holds
-    supervision  one thread sends calls out and judges failures
-    launch       spec → loaded ranks
-    recovery     groups made whole, or taken over
-    fit          the driver's part of a run over data: fit, predict
+    cluster     what Ray and its nodes give
+    messages    what crosses between driver, controller and rank
+    calls       what the caller holds
+    controller  the actor that owns the ranks: state machine, queue, judgement, restart
+    rank        a rank's actor and its commands
+    launch      spec → loaded ranks
+    fit         the driver's part of a run over data: fit, predict
 """
 APART = {
     ("distributed.training", "distributed.transfer"): "steps know nothing of how weights came",
-    ("group.supervision", "group.actors"): "both sides share rpc and cluster only; launch and recovery join them",
+    ("group.controller", "group.calls"): "other processes than the caller's: messages alone cross",
+    ("group.rank", "group.calls"): "other processes than the caller's: messages alone cross",
 }
 """(importer, imported): pairs that the order would allow."""
 
@@ -255,10 +254,11 @@ def test_package_keeps_its_floors() -> None:
         ("distributed.comm.mesh", "from raysharding.distributed.loading import load", "does not stand before"),
         ("distributed.fsdp.a", "from raysharding.distributed.saving import save", "does not stand before"),
         ("distributed.training.step", "import raysharding.distributed.transfer", "nothing of how weights came"),
-        ("group.supervision.a", "from raysharding.group.actors import RankActor", "share rpc and cluster only"),
-        ("group.calls.a", "from raysharding.group.actors import RankActor", "does not stand before"),
+        ("group.controller.a", "from raysharding.group.calls import Call", "messages alone cross"),
+        ("group.controller.a", "from raysharding.group.rank import RankActor", "does not stand before"),
+        ("group.calls.a", "from raysharding.group.rank import RankActor", "does not stand before"),
         ("worker.a", "import raysharding.distributed.comm.mesh", "import the name from raysharding.distributed.comm"),
-        ("group.helpers", "from raysharding.group.rpc import pack", "not in the table of rooms"),
+        ("group.helpers", "from raysharding.group.messages import pack", "not in the table of rooms"),
         ("helpers", "", "not in the floor table"),
     ],
 )
@@ -301,7 +301,7 @@ PRIVATE = {
     "raysharding.distributed.fully_shard.internals": re.compile(
         r"\b(_get_fsdp_state|_fsdp_param_groups?|fsdp_params|sharded_param|_unsharded_param|unsharded_accumulated_grad"
         r"|_lazy_init|_is_root|_training_state|_state_ctx|_modules_to_run_forward|reduce_grads|all_reduce_grads"
-        r"|mesh_info|post_forward_mesh_info|_pg_registry|_orig_dtype|_init_mp_dtypes|_sharded_post_forward_param)\b"
+        r"|mesh_info|post_forward_mesh_info|_orig_dtype|_init_mp_dtypes|_sharded_post_forward_param)\b"
     ),
     "raysharding.distributed.fully_shard.layout": re.compile(r"\b_local_tensor\b"),
     "raysharding.tree": re.compile(r"\b_pytree\b"),
