@@ -12,6 +12,7 @@ from tests.test_layering import run_python
     [
         "raysharding.group.messages import Command",
         "raysharding.group.cluster import reserve",
+        "raysharding.group.controller import REMOTE_CONTROLLER",
         "raysharding.group.rank import REMOTE_RANK_ACTOR, ActorInfo, Assignment, Title",
     ],
 )
