@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from raysharding.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from raysharding.group.calls import Call, Handle
+    from raysharding.group.calls import Call, Handle, LiveView
     from raysharding.group.cluster import NodeCapacity, NodeRoom
     from raysharding.group.fit import EarlyStop, FitReport, FitStep, PredictReport
     from raysharding.group.group import ShardedModelGroup
+    from raysharding.group.messages import GroupState
     from raysharding.group.ranks import RankInfo
-    from raysharding.group.supervision import GroupState, LiveView
 
 __all__ = [
     "Call",
@@ -32,4 +32,4 @@ __all__ = [
     "ShardedModelGroup",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, __all__, ("ranks", "cluster", "calls", "supervision", "fit", "group"))
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("ranks", "cluster", "messages", "calls", "fit", "group"))

@@ -34,9 +34,12 @@ from raysharding.distributed.training import (
 from raysharding.distributed.weights import CopyReport
 from raysharding.group.calls import (
     Call,
+    Client,
     Collect,
     FullStateDict,
+    LiveView,
     ProgressOption,
+    Seen,
     UndoOnInterrupt,
     blocking,
     check_no_examples,
@@ -46,8 +49,11 @@ from raysharding.group.calls import (
     collect_returns,
     driver_handle,
     handle,
+    is_callback_thread,
     model_batches,
     output_path,
+    rank_statuses,
+    read_log,
 )
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -60,6 +66,7 @@ from raysharding.group.cluster import (
     warn,
 )
 from raysharding.group.fit import (
+    REFUSED_BESIDE,
     Callback,
     DatasetHandle,
     EarlyStop,
@@ -77,30 +84,21 @@ from raysharding.group.launch import (
     GroupPlan,
     GroupSpec,
     PreflightReport,
+    RestartReport,
     RunningGroup,
     WeightPaths,
+    attach,
     check_optimizer,
     launch,
+    packed_spec,
     plan_group,
+    restart,
     submit_copy,
     submit_load,
     submit_save,
-    update_record,
 )
+from raysharding.group.messages import GroupState, Mode
 from raysharding.group.ranks import RankInfo
-from raysharding.group.recovery import RestartReport, attach, claim_name, restart
-from raysharding.group.rpc import Mode, is_supervision_thread
-from raysharding.group.supervision import (
-    Check,
-    Client,
-    GroupState,
-    LiveView,
-    Seen,
-    Supervisor,
-    rank_statuses,
-    read_log,
-    read_stacks,
-)
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
@@ -122,33 +120,28 @@ class ShardedModelGroup:
     task only: the ranks' call continues.
     """
 
-    def __init__(self, running: RunningGroup) -> None:
+    def __init__(self, running: RunningGroup, *, is_attached: bool = False) -> None:
         """Create a group from loaded ranks. Users call `from_checkpoint`.
 
         Args:
             running: Loaded ranks.
         """
         self._optimizer = running.spec.optimizer
+        self._is_attached = is_attached
         self._fits = FitLock()
         self._paths = WeightPaths()
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
-        self._taking = threading.Lock()
-        self._is_shut = False
         self._told: set[str] = set()
-        self._finalizer: Any = None
         self._take(running)
+        # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
+        weakref.finalize(self, running.client.dropped_soon).atexit = False
 
     def _take(self, running: RunningGroup) -> None:
         """Replace the ranks of this object with those of `running`."""
         self._parts = running
         # A call(fn) may set an optimizer: after it, only the ranks know.
-        self._may_have_optimizer = running.has_optimizer
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
-        self._finalizer = weakref.finalize(self, self._supervisor.dropped_soon)
-        self._finalizer.atexit = False
+        self._may_have_optimizer = running.may_have_optimizer
 
     @classmethod
     @blocking
@@ -265,7 +258,7 @@ class ShardedModelGroup:
         )
         # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
-            return cls(launch(spec, partial(claim_name, replace=replace)))
+            return cls(launch(spec, replaces=replace))
 
     @classmethod
     @blocking
@@ -291,7 +284,7 @@ class ShardedModelGroup:
             GroupBrokenError: Ranks are gone, or the earlier driver's call broke the group: the group was stopped.
             PlacementError: There is no cluster, or it is gone; the error says where it was looked for.
         """
-        return cls(attach(name, timeouts))
+        return cls(attach(name, timeouts), is_attached=True)
 
     @staticmethod
     @with_hints
@@ -510,7 +503,7 @@ class ShardedModelGroup:
         batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
-        options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("train_step")}
+        options: dict[str, Any] = {"collect": collect_rank0, **self._unless_fit("train_step"), **self._ends}
         return self._client.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -547,7 +540,9 @@ class ShardedModelGroup:
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
-        options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("forward_backward")}
+        claim = "forward_backward", self._client.key
+        options: dict[str, Any] = {"collect": collect_rank0, "opens_claim": claim}
+        options |= self._unless_fit("forward_backward")
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -568,13 +563,13 @@ class ShardedModelGroup:
         """
         self._require_optimizer("optim_step")
         check_max_grad_norm(max_grad_norm)
-        check = self._unless_fit("optim_step")
-        return self._client.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
+        options = self._unless_fit("optim_step") | self._ends
+        return self._client.submit_same("optim_step", max_grad_norm, **options).keep_alive(self)
 
     @handle
     def zero_grad(self) -> Call[None]:
         """Drop the gradients since the last update, which `forward_backward` has accumulated."""
-        return self._client.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
+        return self._client.submit_same("zero_grad", **self._unless_fit("zero_grad"), **self._ends).keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call[float]:
@@ -612,11 +607,11 @@ class ShardedModelGroup:
             TypeError: `factory` cannot be pickled.
         """
         check_optimizer(factory)
-        check = self._unless_fit("set_optimizer")
-        warning = self._client.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
+        options = self._unless_fit("set_optimizer")
+        warning = self._client.submit_same("set_optimizer", factory, kwargs, False, **options).result()
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
-        self._update_record()
+        self._update_spec()
         if warning is not None:  # last: a program may make warnings errors
             warn(warning)
 
@@ -645,10 +640,10 @@ class ShardedModelGroup:
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
         whole = partial(schedule, **kwargs) if kwargs else schedule
-        made = self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler"))
+        made = self._client.submit_same("set_scheduler", whole, **self._unless_fit("set_scheduler"))
         continues, inherited = made.result()
         self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
-        self._update_record()
+        self._update_spec()
         if continues:
             tell(f"set_scheduler: {continues}; set_optimizer(Scheduled(...)) begins at step 1")
         if inherited:
@@ -812,7 +807,7 @@ class ShardedModelGroup:
         """
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
-        with self._fits.running(self.name):
+        with self._fits.running(self._client):
             dataset = self._dataset(data, columns, collate)
             data_plan = DataPlan(
                 source=dataset.source,
@@ -887,7 +882,7 @@ class ShardedModelGroup:
             DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        dataset, members = self._dataset(data, columns, collate), self._client.members
+        dataset, client = self._dataset(data, columns, collate), self._client
         data_plan = DataPlan(
             source=dataset.source,
             batch_size=batch_size,
@@ -898,9 +893,9 @@ class ShardedModelGroup:
             stall_s=self._client.timeouts.load_stall_s,
         )
         plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
-        dataset.pin(members)
+        dataset.pin(client)
         call = submit_evaluation(self._client, plan)
-        call.when_done(lambda _: dataset.unpin(members))
+        call.when_done(lambda _: dataset.unpin(client))
         return call.keep_alive(self)
 
     @driver_handle
@@ -983,7 +978,7 @@ class ShardedModelGroup:
             raise ValueError(f"sort_by={sort_by!r}: give 'length', or omit it")
         check_names("keys", keys)
         check_names("columns", columns)
-        with self._fits.running(self.name, "predict"):
+        with self._fits.running(self._client, "predict"):
             read = None if columns is None else dict.fromkeys((*columns, *keys))
             dataset = self._dataset(data, None if read is None else list(read), collate)
             refuse_iterable(dataset.source)
@@ -1059,7 +1054,7 @@ class ShardedModelGroup:
         cast = None if dtype is None else floating_dtype(dtype)
         to = Destination(output_path("path", path), overwrite, keep_last, dtype=cast)
         what = to, optimizer, async_save, is_origin
-        return submit_save(self._running, *what, self._noted).keep_alive(self)
+        return submit_save(self._running, *what).keep_alive(self)
 
     @handle
     @with_hints
@@ -1084,10 +1079,16 @@ class ShardedModelGroup:
             PlanError: The checkpoint does not fit: the group is READY, with its earlier weights and optimizer.
             GroupError: A rank died, hung or raised after bytes had moved: the earlier state is overwritten in part.
         """
-        return self._load(path, revision, self._unless_fit("load"))
+        return self._load(path, revision, **self._unless_fit("load"))
 
-    def _load(self, path: str | os.PathLike[str], revision: str | None = None, check: Check | None = None) -> Call:
-        return submit_load(self._running, os.fspath(path), revision, check, self._noted).keep_alive(self)
+    def _load(
+        self,
+        path: str | os.PathLike[str],
+        revision: str | None = None,
+        *,
+        refused_beside: Mapping[str, str] | None = None,
+    ) -> Call:
+        return submit_load(self._running, os.fspath(path), revision, refused_beside or {}).keep_alive(self)
 
     @handle
     @with_hints
@@ -1129,8 +1130,8 @@ class ShardedModelGroup:
         if type(other) is not type(self) or other is self:
             raise ValueError(f"copy_to({type(other).__name__}): give another ShardedModelGroup, not this one")
         groups = (self._client, self._paths), (other._client, other._paths)
-        check = other._unless_fit("copy_to")
-        return submit_copy(*groups, merge=merge, staged=staged, check=check).keep_alive((self, other))
+        options = other._unless_fit("copy_to")
+        return submit_copy(*groups, merge=merge, staged=staged, **options).keep_alive((self, other))
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
@@ -1168,24 +1169,12 @@ class ShardedModelGroup:
     @property
     def saves(self) -> tuple[str, ...]:
         """Paths of the committed saves, including background saves, in the order in which they were committed."""
-        return tuple(self._running.files.saves)
-
-    @property
-    def _noted(self) -> Callable[[], None]:
-        """Updates the record after a save or load, if the group is still there."""
-        group = weakref.ref(self)
-
-        def noted() -> None:
-            owner = group()
-            if owner is not None:
-                owner._update_record()
-
-        return noted
+        return self._client.snapshot.saves
 
     @property
     def _running(self) -> RunningGroup:
         """The group's running parts; raises in a forked child, since every method of the group begins here."""
-        refuse_in_fork(self._parts.client.supervisor.name)
+        refuse_in_fork(self._parts.client.name)
         return self._parts
 
     @property
@@ -1193,13 +1182,9 @@ class ShardedModelGroup:
         return self._running.client
 
     @property
-    def _supervisor(self) -> Supervisor:
-        return self._client.supervisor
-
-    @property
     def name(self) -> str:
         """The group's name in errors."""
-        return self._supervisor.name
+        return self._client.name
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -1214,7 +1199,7 @@ class ShardedModelGroup:
     @property
     def state(self) -> GroupState:
         """The current state of the group."""
-        return self._supervisor.state
+        return self._client.state
 
     @property
     def config(self) -> Any:
@@ -1258,12 +1243,12 @@ class ShardedModelGroup:
             where the rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of
             `Worker.status`.
         """
-        cause, is_gone = self._supervisor.status.cause, self.state in (GroupState.BROKEN, GroupState.CLOSED)
+        cause, is_gone = self._client.cause, self.state in (GroupState.BROKEN, GroupState.CLOSED)
         return StatusReport(
-            name=self._supervisor.name,
+            name=self.name,
             state=self.state.value,
             cause=None if cause is None else str(cause),
-            ranks=[] if is_gone else rank_statuses(self._client.members),
+            ranks=[] if is_gone else rank_statuses(self._client),
         )
 
     def watch(self, refresh_s: float = 1.0) -> LiveView:
@@ -1298,8 +1283,8 @@ class ShardedModelGroup:
     @blocking
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds, in MiB."""
-        self._supervisor.status.refuse_if_unusable()
-        return memory_table(rank_statuses(self._client.members))
+        self._client.refuse_if_unusable()
+        return memory_table(rank_statuses(self._client))
 
     @driver_handle
     @blocking
@@ -1331,7 +1316,7 @@ class ShardedModelGroup:
             CheckpointError: The checkpoint to load is gone or not valid. The group stays BROKEN.
             GroupError: As for `from_checkpoint`.
         """
-        self._unless_fit("restart")()
+        self._unless_fit("restart")
         return self._restart(checkpoint, world_size)
 
     def _restart(
@@ -1345,13 +1330,7 @@ class ShardedModelGroup:
                 world_size=world_size,
                 optimizer=self._optimizer,
             )
-            if running is not self._running:
-                with self._taking:
-                    if not self._is_shut:
-                        self._take(running)
-                if self._is_shut:
-                    running.client.supervisor.shutdown()
-                    running.client.supervisor.status.refuse_if_unusable()
+            self._take(running)
         return report
 
     @blocking
@@ -1366,8 +1345,9 @@ class ShardedModelGroup:
         Raises:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
         """
-        self._supervisor.status.refuse_if_unusable()
-        return read_stacks(self._client.members)
+        self._client.refuse_if_unusable()
+        stacks: dict[int, str] = self._client.ask("stacks")
+        return stacks
 
     @blocking
     def logs(self, rank: int, num_lines: int = 100) -> str:
@@ -1387,7 +1367,7 @@ class ShardedModelGroup:
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
         check_int("num_lines", num_lines)
-        return read_log(self._client.members[rank], num_lines)
+        return read_log(self._client, rank, num_lines)
 
     @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:
@@ -1406,9 +1386,9 @@ class ShardedModelGroup:
             GroupBrokenError: The group is broken or shut down. A `fit` that is restarting it ends nevertheless.
         """
         self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
-        self._supervisor.status.refuse_if_unusable()
-        stopping = self._supervisor.interrupt_soon("")
-        self._supervisor.wait_stopped(stopping, timeout_s)
+        self._client.refuse_if_unusable()
+        stopping = self._client.interrupt_soon("")
+        self._client.wait_stopped(stopping, timeout_s)
         return stopping.result(0) if stopping.done() else 0
 
     @driver_handle
@@ -1418,23 +1398,23 @@ class ShardedModelGroup:
         `shutdown` waits for background saves as long as they write, and raises their failure. In a callback of
         `Call.when_done`, `shutdown` only begins: it neither waits nor raises.
         """
-        if is_supervision_thread():
+        if is_callback_thread():
             self.shutdown.remote()
             return
         try:
             if self.state in (GroupState.READY, GroupState.BUSY):
                 self._client.pending.wait(self._client.timeouts.load_stall_s)
         finally:
-            with self._taking:
-                self._is_shut = True
-                supervisor = self._supervisor  # the old ranks' if a restart has not replaced them in this object yet
-            supervisor.shutdown()
+            self._client.shutdown()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        if self._is_attached:  # the group is that of others, too
+            self._client.detach()
+        else:
+            self.shutdown()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a group cannot be sent to ranks; use raysharding.current_worker() there")
@@ -1448,12 +1428,16 @@ class ShardedModelGroup:
     def _title(self) -> str:
         return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {self.device}, {self.state.value}"
 
-    def _unless_fit(self, method: str) -> Check:
-        """Return a check that refuses `method` while `fit` runs."""
-        return partial(self._fits.refuse, self.name, method)
+    def _unless_fit(self, method: str) -> dict[str, Any]:
+        """Return the options of a call that changes the model, and refuse it while this driver's `fit` runs."""
+        self._fits.refuse(self.name, method)
+        return {"refused_beside": REFUSED_BESIDE}
 
-    def _update_record(self) -> None:
-        """Update the record of a named group with what a restart needs, for a driver that attaches later."""
-        running = self._running
-        if running.spec.name is not None:
-            update_record(running, replace(running.spec, optimizer=self._optimizer))
+    @property
+    def _ends(self) -> dict[str, Any]:
+        """Options of a call with which an open accumulation of this driver ends."""
+        return {"ends_claim": self._client.key}
+
+    def _update_spec(self) -> None:
+        """Keep the optimizer's factory for a restart."""
+        self._client.ask("update", packed_spec(replace(self._running.spec, optimizer=self._optimizer)))

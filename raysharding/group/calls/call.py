@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Self, TypeAlias
+from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
 import torch
@@ -19,17 +19,24 @@ from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank
 from raysharding.errors import CallTimeoutError, GroupError
+from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
-from raysharding.group.calls.result_refs import ref_of
+from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.cluster import refuse_in_fork
-from raysharding.group.rpc import Packed, refuse_to_wait
+from raysharding.group.messages import Item, Packed, Sent
 from raysharding.outputs import RankOutput, select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
 
-Sent: TypeAlias = Packed | ray.ObjectRef | None
-"""A rank's result: the value itself if it is small, else its reference in the object store."""
+class CallGroup(Interruptible, Protocol):
+    """The group of a call."""
+
+    def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
+        """Ask for one part of the result of this driver's call with a number."""
+
+    def progress(self, number: int) -> tuple[int, int]:
+        """Return the bytes that this driver's call with a number has done, and its total."""
 
 
 def fetched(sent: Sent, timeout_s: float) -> Any:
@@ -63,7 +70,7 @@ class Call(Generic[T]):
     """
 
     def __init__(
-        self, name: str, world_size: int, collect: Collect, fetch_s: float, group: Interruptible | None = None
+        self, name: str, world_size: int, collect: Collect, fetch_s: float, group: CallGroup | None = None
     ) -> None:
         """Create a call; only the group does.
 
@@ -79,14 +86,19 @@ class Call(Generic[T]):
         self._world_size = world_size
         self._collect = collect
         self._fetch_s = fetch_s
-        self._changed = threading.Condition()
-        self._order: list[int] = []
+        self._changed = threading.Lock()
+        self._taken = threading.Event()
         self._sent: dict[int, Sent] = {}
+        self.number = -1
+        """Number of the call among those of this driver, once it is submitted."""
+        self.outcome: ray.ObjectRef | None = None
+        """Reference to the `Outcome`, once the call is submitted."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[T] = []
         self._owner: object = None
-        self.progress: tuple[int, int] = (0, 0)
+        self.follows = False
+        """True if the call failed because the other part of a joint call could not run."""
 
     @classmethod
     def in_thread(cls, name: str, fn: Callable[[], T]) -> Self:
@@ -157,34 +169,64 @@ class Call(Generic[T]):
             GroupError: As for `result`, after the values of the ranks that finished before.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for index in range(self._world_size):
-            self._refuse_to_wait()
-            # Not around the yield, where the caller's code runs.
-            ended = self._end_here()
-            with DeferredInterrupts(self._group), self._changed:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                if not self._changed.wait_for(lambda: len(self._order) > index or ended.done(), left):  # noqa: B023
-                    raise self._too_slow(timeout_s)
-                rank = self._order[index] if len(self._order) > index else None
-            if rank is None:
-                self._wait(0.0)
-                return
-            yield rank, self._collect.own(rank, self.value(rank))
+        told: set[int] = set()
+        while not self._end_here().done() and (item := self._item(len(told), until, timeout_s)) is not None:
+            told.add(item.rank)
+            yield item.rank, self._collect.own(item.rank, self._unpacked(item.rank, item.sent))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
+        for rank in range(self._world_size):
+            if rank not in told:
+                yield rank, self._collect.own(rank, self.value(rank))
+
+    def _item(self, index: int, until: float | None, timeout_s: float | None) -> Item | None:
+        """Wait for the next part of the result; `None` if the call has ended."""
+        self._refuse_to_wait()
+        if self._group is None:
+            return None
+        # Not around a yield, where the caller's code runs.
+        with DeferredInterrupts(self._group):
+            future = self._group.item(self.number, index)
+            left = None if until is None else max(0.0, until - time.monotonic())
+            concurrent.futures.wait(self._or_end(future), left, concurrent.futures.FIRST_COMPLETED)
+            if not (future.done() or self._ended.done()):
+                raise self._too_slow(timeout_s)
+        has_item = future.done() and future.exception() is None and not future.result().is_last
+        return future.result() if has_item else None
+
+    def _or_end(self, future: concurrent.futures.Future[Item]) -> list[concurrent.futures.Future[Any]]:
+        return [future, self._ended]
+
+    def take_items(self, keep: Callable[[Sent], None]) -> None:
+        """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
+        assert self._group is not None, "a call of ranks"
+        index = 0
+        while not self._ended.done():
+            future = self._group.item(self.number, index)
+            concurrent.futures.wait(self._or_end(future), return_when=concurrent.futures.FIRST_COMPLETED)
+            if not future.done() or future.exception() is not None or future.result().is_last:
+                break
+            keep(future.result().sent)
+            index += 1
+        self._taken.set()
+
+    def wait_taken(self) -> None:
+        """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines."""
+        self._taken.wait()
 
     def ref(self) -> ray.ObjectRef:
         """Return a reference to the result, for `ray.get`, `ray.wait` and the arguments of tasks.
 
-        Each `ref()` sends the result once more: from the driver to an actor that needs no resources, which all calls of
-        this driver share and which ends with the last of them, and from the actor into the object store. The first
-        reference waits for the start of the actor's process. `Out.refs()` does without, where the ranks' own outputs
-        are enough.
+        A task that needs no resources waits for the ranks' parts and joins them, and its process imports torch first.
+        `Out.refs()` does without, where the ranks' own outputs are enough.
 
         `ray.get` of the reference raises the call's error, as an error that is both a `RayTaskError` and of the error's
         own class, so that `except GroupError` catches it. The group lives at least until the call has ended.
         """
         refuse_in_fork(self.name)
-        return ref_of(self.when_done, self.result)
+        assert self.outcome is not None, "a call of ranks"
+        refs = _joined.remote([self.outcome], self.name, self._world_size, self._collect, self._fetch_s)
+        joined: ray.ObjectRef = refs
+        return joined
 
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""
@@ -193,6 +235,10 @@ class Call(Generic[T]):
     def succeeded(self) -> bool:
         """Return True if the call has ended without an error."""
         return self.done() and self._ended.exception() is None
+
+    def error(self) -> BaseException | None:
+        """Return the error of a call that has ended; `None` if it succeeded."""
+        return self._ended.exception(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the call to end, with or without an error; return `done()`."""
@@ -210,8 +256,7 @@ class Call(Generic[T]):
 
     def __repr__(self) -> str:
         if not self._ended.done():
-            ranks = f", {len(self._order)} of {self._world_size} ranks finished" if self._world_size else ""
-            state = f"running{ranks}"
+            state = "running"
         else:
             error = self._ended.exception()
             state = "finished" if error is None else f"failed: {type(error).__name__}"
@@ -224,8 +269,11 @@ class Call(Generic[T]):
             GroupError: The value was lost with the node that held it, or cannot be unpickled in this process.
             CallTimeoutError: The value did not arrive within `Timeouts.call_s`.
         """
+        return self._unpacked(rank, self._sent[rank])
+
+    def _unpacked(self, rank: int, sent: Sent) -> Any:
         try:
-            packed = fetched(self._sent[rank], self._fetch_s)
+            packed = fetched(sent, self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
@@ -265,15 +313,17 @@ class Call(Generic[T]):
         """
         self._ended.add_done_callback(lambda _: fn(self))
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that a running load or save has done, and its total; 0 before it runs and after its end."""
+        return (0, 0) if self._group is None or self._ended.done() else self._group.progress(self.number)
+
     def rank_finished(self, rank: int, sent: Sent) -> None:
-        """Record that a rank's part has succeeded; called by the supervision."""
-        with self._changed:
-            self._sent[rank] = sent
-            self._order.append(rank)
-            self._changed.notify_all()
+        """Record a rank's result; called by the client, before `end`."""
+        self._sent[rank] = sent
 
     def end(self, error: BaseException | None) -> None:
-        """Record that the whole call has ended; called by the supervision."""
+        """Record that the whole call has ended; called by the client."""
         with self._changed:
             if error is None:
                 self._ended.set_result(None)
@@ -281,7 +331,6 @@ class Call(Generic[T]):
                 self._ended.set_exception(error)
             # Released at the end of this method, outside the lock: it may be the last reference to the group.
             owner, self._owner = self._owner, None
-            self._changed.notify_all()
         del owner
 
     def __reduce__(self) -> NoReturn:
@@ -373,6 +422,23 @@ def _own_output(_: int, sent: RankOutput) -> Any:
     return sent.value
 
 
+@ray.remote(num_cpus=0, max_retries=0)
+def _joined(boxed: list[ray.ObjectRef], name: str, world_size: int, collect: Collect, fetch_s: float) -> Any:
+    """Wait for the outcome of a call, and return its result; a task."""
+    try:
+        outcome = ray.get(boxed[0])
+    except ray.exceptions.RayActorError as error:
+        raise GroupError(f"{name}: the group's controller died: {error}") from error
+    raised = raised_by(outcome)
+    if raised is not None:
+        raise raised
+    call: Call = Call(name, world_size, collect, fetch_s)
+    for rank, sent in enumerate(outcome.sent):
+        call.rank_finished(rank, sent)
+    call.end(None)
+    return call.result()
+
+
 class FullStateDict:
     """Full tensors, collected on the driver bucket by bucket as rank 0 sends them."""
 
@@ -402,6 +468,7 @@ class FullStateDict:
         Raises:
             GroupError: A bucket did not reach the driver.
         """
+        call.wait_taken()
         if self._lost is not None:
             raise self._lost
         return self._tensors

@@ -16,7 +16,7 @@ from types import MethodType, NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, get_args, overload, runtime_checkable
 
 from raysharding.group.calls.call import Call
-from raysharding.group.rpc import refuse_to_wait
+from raysharding.group.calls.callback_thread import refuse_to_wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def driver_handle(run: Callable[Concatenate[Any, P], T]) -> _Method[P, T]:
 
 
 def blocking(method: Callable[P, T]) -> Callable[P, T]:
-    """Make a method that is not a `handle` refuse to wait on a supervision thread, as handles do."""
+    """Make a method that is not a `handle` refuse to wait on a callback thread, as handles do."""
 
     @wraps(method)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:

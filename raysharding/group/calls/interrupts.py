@@ -8,7 +8,7 @@ installs no handler.
 
 1. the first interrupt cancels the calls in the queue, waits for the running call, then raises: the group is READY;
 2. the second, during that wait, stops the ranks: the group is BROKEN, and the cause says so;
-3. the third raises at once, whatever the supervision does.
+3. the third raises at once, whatever the controller does.
 
 The steps of a `fit` are many calls: its first interrupt lets the steps in progress end, and everything that belongs to
 them (`group/fit/stop_signal.py`).
@@ -32,7 +32,7 @@ Stopping = concurrent.futures.Future[int]
 
 
 class Interruptible(Protocol):
-    """The target of an interrupt: a group's supervision. Only `wait_stopped` waits."""
+    """The target of an interrupt: a group's client. Only `wait_stopped` waits."""
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel the calls in the queue. The user is shown `source` (`Ctrl-C`), or nothing if `source` is empty."""
@@ -84,7 +84,7 @@ class DeferredInterrupts(_Handler):
         """Install nothing; `__enter__` does.
 
         Args:
-            target: The group's supervision; `None` if there is nothing to stop.
+            target: The group's client; `None` if there is nothing to stop.
         """
         super().__init__()
         self._target = target

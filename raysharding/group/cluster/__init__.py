@@ -11,7 +11,7 @@ from raysharding.group.cluster.display import (
     text_table,
     warn,
 )
-from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, head_address
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, head_address
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
@@ -26,12 +26,8 @@ from raysharding.group.cluster.nodes import (
 )
 from raysharding.group.cluster.placement import (
     NAMESPACE,
-    Lifetime,
     Reservation,
     Resources,
-    actor_name,
-    actor_names,
-    check_free,
     check_name,
     choose_num_threads,
     choose_ranks,
@@ -39,22 +35,26 @@ from raysharding.group.cluster.placement import (
     cluster_gpus,
     group_names,
     name_taken,
-    placement_groups,
     rank_need,
     ranks_per_gpu,
-    remove_orphans,
+    remove_placement_groups,
     reserve,
     show_resources,
     wait_placed,
 )
 from raysharding.group.cluster.ray_internals import (
     accelerator_names,
+    actor_id,
     client_session,
     dashboard_url,
+    delete_record,
     is_in_session,
-    is_starting,
+    is_worker,
     name_log_lines,
+    ray_session,
+    read_record,
     started_cluster,
+    write_record,
 )
 from raysharding.group.cluster.screens import Picture, open_screen
 from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

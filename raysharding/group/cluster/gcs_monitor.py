@@ -1,9 +1,9 @@
 """`GcsMonitor`: checks without Ray whether the GCS, Ray's head process, answers.
 
 Note [What Ray does without its GCS]: actors keep running and answer calls, but nothing can be stopped or released: Ray
-waits silently for the GCS for a minute. Ray then ends every connected program, drivers included. The GCS declares a
-node that it cannot reach dead after a minute; the processes on that node notice after four minutes (all observed with
-Ray 2.60). The driver therefore gives a group up before Ray ends the program, and a rank that lost the GCS exits.
+waits silently for the GCS for a minute. Ray then ends every connected program, drivers included. A
+GCS with external storage comes back before that, maybe at another address, and nothing is lost. The driver therefore
+gives a group up shortly before Ray ends the program.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from typing import Any
 
 import ray
 
-from raysharding.group.cluster.display import tell
 from raysharding.group.cluster.ray_internals import client_session
 
-GCS_GONE_S = 10.0
-"""Silence of the GCS, in seconds, after which a driver gives its groups up."""
-CUT_OFF_S = 75.0
-"""Silence of the GCS, in seconds, after which a rank exits: by then Ray has given up its node or ended its driver."""
+GCS_GONE_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) - 10.0
+"""Silence of the GCS, in seconds, after which a driver gives its groups up: until then it may come back, and then Ray
+ends the program."""
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ENETDOWN, errno.ETIMEDOUT)
 _ASK_S = 1.0
 _ANSWER_S = 5.0
@@ -131,17 +128,3 @@ def head_address() -> str:
     """Return `host:port` of the GCS of this process's cluster; behind `ray://`, of Ray Client's server on the head."""
     client = client_session()
     return str(ray.get_runtime_context().gcs_address) if client is None else client[1]
-
-
-def exit_without_gcs() -> None:
-    """Start a thread that ends this process when the GCS has been silent for `CUT_OFF_S`."""
-    threading.Thread(target=_exit_without_gcs, name="watch head", daemon=True).start()
-
-
-def _exit_without_gcs() -> None:
-    monitor = GcsMonitor(head_address())
-    # The thread is a daemon: it ends with the process.
-    while monitor.seconds_silent() < CUT_OFF_S:
-        time.sleep(_ASK_S)
-    tell(f"the GCS at {monitor.address} has been silent for {CUT_OFF_S:g} s: the rank exits, pid {os.getpid()}")
-    os._exit(1)

@@ -1,30 +1,14 @@
 """Reserves resources for the ranks: one Ray placement-group bundle per rank, or an error that lists what is short.
 
-`Lifetime`: what ends a group. A named group has detached actors and a detached placement group in the Ray namespace
-`raysharding`, which outlive their driver.
-
-Note [Names]: the group `llama` has the actors `llama/0`, `llama/1`, ... by bundle, since ranks are numbered later, and
-a placement group `raysharding/llama/<job>`. Actor 0 keeps the record of the group once the group is loaded. Until then
-the reaper (see Note [Owners]) removes the placement group when the driver dies, and Ray stops the actors in it. If the
-reaper dies with the driver, because their host does, the actors end when their lease expires
-(`supervision/lease_renewal.py`) and remove the placement group. A placement group that has no actors yet is removed by
-the next driver that makes or attaches to a named group.
-
-Note [Owners]: Ray removes a placement group when its creator is dead *and* the job of its creator is over (Ray 2.60);
-Ray never removes a detached one. A driver's placement group is therefore removed with the driver. The placement group
-of an actor (a Serve replica, a Tune trial) or of a task stays until the job ends, though Ray stops the ranks at once;
-that of a named group stays forever.
-
-In these cases a small actor, the reaper, creates the placement group. The reaper is detached, and Ray considers the job
-of a detached creator over: when the reaper is dead, whatever the cause, Ray removes what the reaper created, unless it
-is detached as well. The reaper ends when its owner does: it waits for an object that the owner owns and never creates,
-until Ray reports that the owner has died. It runs on the owner's node, so the loss of another node cannot end it.
+Note [Names]: the group `llama` is the actor `llama`, its controller, in the Ray namespace `raysharding`. Its placement
+group is called `raysharding/llama/…`, so that a controller that Ray has restarted finds what the one before it reserved:
+Ray removes a placement group when its creator is dead for good and the creator's job is over (Ray 2.60; the job of a
+detached creator counts as over).
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,10 +29,8 @@ from raysharding.errors import PlacementError
 from raysharding.group.cluster.display import tell
 from raysharding.group.cluster.ray_internals import (
     accelerator_names,
-    dead_jobs,
     free_resources,
     is_infeasible,
-    is_worker,
     may_grow,
     stale_nodes,
 )
@@ -56,64 +38,12 @@ from raysharding.group.cluster.ray_internals import (
 Resources = Mapping[str, float]
 
 NAMESPACE = "raysharding"
-STARTING_LEASE_S = 8.0
-"""Lease, in seconds, of a named group that is being made, once its supervision has begun."""
 _PLACE_S = 120.0
 _GROW_S = 900.0
 _TELL_S = 10.0
 _CANNOT_GROW = "Ray's autoscaler reports that no nodes that it may add make room for them"
 _SLICE_S = 1.0
 _PAUSE_S = 0.05
-_OWNER_S = 8.0
-"""Seconds that a reaper waits for its owner's first call; the owner may have died while the reaper started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """What ends a group's actors and placement group: the driver's end, or a lease if the group has a name."""
-
-    name: str | None = None
-    """Name of a group that outlives its driver; `None` for a group that does not."""
-    lease_s: float | None = None
-    """`Timeouts.lease_s`."""
-    start_s: float = 180.0
-    """Lease, in seconds, until the supervision has begun, which renews leases."""
-
-    def actor_name(self, bundle: int) -> str | None:
-        """Return the name of the actor in a bundle."""
-        return None if self.name is None else actor_name(self.name, bundle)
-
-    def actor_options(self, bundle: int) -> dict[str, Any]:
-        """Return the Ray options of the actor in a bundle."""
-        if self.name is None:
-            return {}
-        return {"name": self.actor_name(bundle), "namespace": NAMESPACE, "lifetime": "detached"}
-
-    def placement_group_options(self) -> dict[str, Any]:
-        """Return the Ray options of the placement group."""
-        if self.name is None:
-            return {}
-        job = ray.get_runtime_context().get_job_id()
-        return {"name": f"{NAMESPACE}/{self.name}/{job}", "lifetime": "detached"}
-
-    def ends_with_job(self) -> bool:
-        """Return True if Ray removes what this process creates for the group when the job of this process ends."""
-        return self.name is None and not is_worker()
-
-    @property
-    def first_lease_s(self) -> float | None:
-        """Lease of an actor that starts, in seconds; `None` for no lease."""
-        return None if self.name is None and self.lease_s is None else self.start_s
-
-    @property
-    def starting_lease_s(self) -> float | None:
-        """Lease while the group is made, in seconds; `None` for no lease."""
-        return STARTING_LEASE_S if self.name is not None and self.lease_s is None else self.lease_s
-
-
-def actor_name(group: str, bundle: int) -> str:
-    """Return the name of a group's actor."""
-    return f"{group}/{bundle}"
 
 
 def check_name(name: str | None) -> None:
@@ -127,64 +57,33 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"name={name!r}: give None, or a printable str without '/', such as 'llama'")
 
 
-def actor_names(group: str) -> list[str]:
-    """Return the names of a group's living actors."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(
-        one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].rpartition("/")[0] == group
-    )
-
-
 def group_names() -> list[str]:
     """Return the names of the cluster's named groups, including groups that are still being made."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted({one["name"].rpartition("/")[0] for one in named if one["namespace"] == NAMESPACE})
-
-
-def check_free(name: str) -> None:
-    """Check that no group has the name, and remove placement groups that killed drivers left behind.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if name in group_names():
-        raise name_taken(name)
-    remove_orphans()
+    return sorted(one["name"] for one in named if one["namespace"] == NAMESPACE)
 
 
 def name_taken(name: str) -> ValueError:
     """Return the error for a name that is taken."""
     return ValueError(
         f"name={name!r}: a group of that name is on the cluster; ShardedModelGroup.attach({name!r}) gives it to this "
-        "driver (and its shutdown() ends it), replace=True ends it for a new one, or choose another name"
+        "driver, too (and its shutdown() ends it), replace=True ends it for a new one, or choose another name"
     )
 
 
-def placement_groups(group: str) -> list[PlacementGroup]:
-    """Return the placement groups of a named group."""
-    return [found for found, name, _ in _placement_groups() if name == group]
+def remove_placement_groups(key: str) -> None:
+    """Remove what a controller that has died had reserved.
 
-
-def remove_orphans() -> None:
-    """Remove placement groups of drivers that died before they had started the actors."""
-    dead = dead_jobs()
-    orphans = [(found, name) for found, name, job in _placement_groups() if job in dead]
-    # List names after jobs and placement groups: a driver that is already dead starts no more actors.
-    names = set(group_names()) if orphans else set()
-    for found, name in orphans:
-        if name not in names:
-            remove_placement_group(found)
-
-
-def _placement_groups() -> list[tuple[PlacementGroup, str, str]]:
-    """Return (placement group, group name, id of the job that made it) for all named groups."""
-    found = []
+    Args:
+        key: As `reserve` was given.
+    """
     for placement_group_id, entry in placement_group_table().items():
-        parts = entry["name"].split("/")
-        if len(parts) == 3 and parts[0] == NAMESPACE and entry["state"] != "REMOVED":
-            made = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(placement_group_id)))
-            found.append((made, parts[1], parts[2]))
-    return found
+        if entry["name"].startswith(_placement_group_prefix(key)) and entry["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(placement_group_id))))
+
+
+def _placement_group_prefix(key: str) -> str:
+    return f"{NAMESPACE}/{key}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +96,6 @@ class Reservation:
     """Resources of one rank."""
     is_ours: bool
     """True if the group made the placement group and therefore removes it."""
-    reaper: Any = None
-    """The actor that removes the placement group when this process dies (see Note [Owners]); `None` if Ray does."""
 
     def node_ip(self, bundle: int) -> str:
         """Return the address of the node that Ray chose for a bundle, `unknown` if Ray does not know."""
@@ -209,12 +106,6 @@ class Reservation:
         """Release the resources, unless the placement group is the user's."""
         if self.is_ours:
             remove_placement_group(self.placement_group)
-        self.outlive_owner()
-
-    def outlive_owner(self) -> None:
-        """Keep a detached placement group beyond the death of this process."""
-        if self.reaper is not None:
-            ray.kill(self.reaper)
 
 
 def cluster_gpus(device_type: str = "cuda") -> int:
@@ -279,7 +170,7 @@ def choose_num_threads(placement: Placement) -> int:
 
 
 def reserve(
-    world_size: int, device_type: str, placement: Placement, lifetime: Lifetime, place_s: float | None = None
+    world_size: int, device_type: str, placement: Placement, key: str, place_s: float | None = None
 ) -> Reservation:
     """Ask Ray for one bundle for each rank; `wait_placed` waits until the placement group is ready.
 
@@ -287,7 +178,7 @@ def reserve(
         world_size: Number of ranks.
         device_type: Any but `cpu` adds one accelerator, or `gpus_per_rank` of one, to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
-        lifetime: What ends the placement group.
+        key: Key of the group.
         place_s: The user's deadline, until which CPUs are waited for; `None`: not for those of nodes that nothing adds.
 
     Raises:
@@ -299,7 +190,7 @@ def reserve(
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
         return Reservation(placement.placement_group, need, is_ours=False)
-    reservation = _create(world_size, need, placement, lifetime)  # Ray refuses invalid labels
+    reservation = _create(world_size, need, placement, key)  # Ray refuses invalid labels
     try:
         _refuse_infeasible(world_size, need, placement, place_s)
     except PlacementError:
@@ -308,19 +199,13 @@ def reserve(
     return reservation
 
 
-def _create(world_size: int, need: Resources, placement: Placement, lifetime: Lifetime) -> Reservation:
+def _create(world_size: int, need: Resources, placement: Placement, key: str) -> Reservation:
     """Create a placement group, without waiting until it is ready."""
     bundles = [dict(need) for _ in range(world_size)]
     selector = [dict(placement.labels)] * world_size if placement.labels else None
-    options = {"strategy": placement.strategy, "bundle_label_selector": selector, **lifetime.placement_group_options()}
-    if lifetime.ends_with_job():
-        return Reservation(placement_group(bundles, **options), need, is_ours=True)
-    try:
-        made, reaper = create_reaped(bundles, options, lifetime.start_s)
-    except ray.exceptions.RayError as error:
-        what = f"the actor that is to create the placement group did not start within {lifetime.start_s:g} s"
-        raise PlacementError(f"{what}: {error}", need=need, have={}) from error
-    return Reservation(made, need, is_ours=True, reaper=reaper)
+    name = f"{_placement_group_prefix(key)}{secrets.token_hex(4)}"  # the one before a restart may not be gone yet
+    made = placement_group(bundles, strategy=placement.strategy, bundle_label_selector=selector, name=name)
+    return Reservation(made, need, is_ours=True)
 
 
 def wait_placed(
@@ -329,9 +214,8 @@ def wait_placed(
     placement: Placement,
     place_s: float | None,
     *,
-    begun: float | None = None,
-    held: Callable[[], Sequence[str]] = tuple,
-    tells: bool = True,
+    held: Sequence[str] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> None:
     """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
 
@@ -342,15 +226,14 @@ def wait_placed(
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
         place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes that make room.
-        begun: When the reservation was made, by `time.monotonic()`; `None`: now.
-        held: Returns lines about what this program itself holds, for the error of a busy cluster.
-        tells: True to write a line to stderr every 10 s: what is missing, and for how long.
+        held: Lines about what the driver's program itself holds, for the error of a busy cluster.
+        tell: Takes a line every 10 s: what is missing, and for how long.
 
     Raises:
         PlacementError: No node had the resources before the deadline, or none can have them; the error lists need
             against have, per node. The reservation stays.
     """
-    told = begun = time.monotonic() if begun is None else begun
+    told = begun = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
@@ -369,7 +252,7 @@ def wait_placed(
             _refresh_stale_nodes(reservation.need)
             if reservation.is_ours:  # by now a cluster that has just started says whether it grows
                 _refuse_infeasible(world_size, reservation.need, placement, place_s)
-            if tells:
+            if tell is not None:
                 cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
                 tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
@@ -454,7 +337,7 @@ def _placement_error(
     need: Resources,
     placement: Placement,
     waited_s: float | None = None,
-    held: Callable[[], Sequence[str]] = tuple,
+    held: Sequence[str] = (),
     infeasible: bool = False,
 ) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
@@ -477,7 +360,7 @@ def _placement_error(
         verdict = f"infeasible: even {when_idle}; use fewer, or wait until more nodes have joined"
     else:
         verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
-        lines += held()
+        lines += held
         lines += _own_bundles(world_size, need)
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
@@ -565,72 +448,3 @@ def _units(amount: float) -> int:
 def show_resources(resources: Resources) -> str:
     """Format resources for messages."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
-
-
-def create_reaped(
-    bundles: Sequence[Mapping[str, float]], options: Mapping[str, Any], within_s: float
-) -> tuple[PlacementGroup, Any]:
-    """Create a placement group that does not outlive this process.
-
-    Args:
-        bundles: `bundles` of `ray.util.placement_group`.
-        options: Its keyword arguments.
-        within_s: Deadline for the reaper to start.
-
-    Returns:
-        The placement group, which need not be ready, and the reaper, to be killed when the placement group is removed.
-
-    Raises:
-        ray.exceptions.RayError: The reaper did not start.
-        ValueError: Ray rejects an option.
-    """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"owner": 2})(_reaper_class())
-    reaper = remote.options(lifetime="detached", scheduling_strategy=here).remote()
-    try:
-        reaper.end_with.remote([reaper.never.remote()])
-        return ray.get(reaper.create.remote(bundles, dict(options)), timeout=within_s), reaper
-    except BaseException as error:
-        ray.kill(reaper)
-        if isinstance(error, ray.exceptions.RayTaskError):
-            raise error.cause from error  # the error that a direct call of Ray would raise
-        raise
-
-
-def _reaper_class() -> type:
-    """Return the actor's class. A local class pickles by value, so its process need not import torch."""
-
-    class Reaper:
-        def __init__(self) -> None:
-            self._lock = threading.Lock()
-            self._made: PlacementGroup | None = None
-            self._has_owner = threading.Event()
-            threading.Thread(target=self._end_without_owner, daemon=True).start()
-
-        def create(self, bundles: Sequence[Mapping[str, float]], options: Mapping[str, Any]) -> PlacementGroup:
-            with self._lock:
-                self._made = placement_group(bundles, **options)
-            return self._made
-
-        @ray.method(concurrency_group="owner")
-        def never(self) -> None:
-            """Block until this process ends."""
-            threading.Event().wait()
-
-        @ray.method(concurrency_group="owner")
-        def end_with(self, owned: Sequence[ray.ObjectRef]) -> None:
-            """Wait until the owner of `owned` is dead, then remove the placement group and end this process."""
-            self._has_owner.set()
-            try:
-                ray.get(owned)
-            except ray.exceptions.OwnerDiedError:  # a different error is raised when the reaper itself is killed
-                self._lock.acquire()  # never released: nothing is created from now on
-                if self._made is not None:
-                    remove_placement_group(self._made)
-                ray.kill(ray.get_runtime_context().current_actor)
-
-        def _end_without_owner(self) -> None:
-            if not self._has_owner.wait(_OWNER_S):
-                os._exit(1)
-
-    return Reaper

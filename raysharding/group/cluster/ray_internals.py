@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +22,18 @@ from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 from ray.exceptions import RpcError
-from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_put,
+    internal_kv_get_gcs_client,
+)
 from ray.util.client import ray as client_context
 
 _IDLE_MS = 300_000
 """Ray's default for the time after which an autoscaler removes an idle node."""
 _STATUS_S = 2.0
+_KV_NAMESPACE = "raysharding"
 _HEAD = "node:__internal_head__"
 _MANAGERS = {
     "xpu": accelerators.IntelGPUAcceleratorManager,
@@ -144,16 +151,20 @@ def stale_nodes(need: Mapping[str, float]) -> list[str]:
     return stale
 
 
-@client_mode_wrap
-def dead_jobs() -> set[str]:
-    """Return the ids of the jobs whose drivers are dead."""
-    return {job["JobID"] for job in state.jobs() if job["IsDead"]}
+def write_record(key: str, value: Any) -> None:
+    """Keep a value in Ray's internal KV, as Ray Serve's controller keeps its own; waits for the GCS."""
+    _internal_kv_put(key, pickle.dumps(value), overwrite=True, namespace=_KV_NAMESPACE)
 
 
-@client_mode_wrap
-def is_starting(actor: Any) -> bool:
-    """Return True if an actor waits for its resources or its process; not if it is alive, dead or unknown."""
-    return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
+def read_record(key: str) -> Any:
+    """Return the value that `write_record` kept; `None` if there is none."""
+    found = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+    return None if found is None else pickle.loads(found)
+
+
+def delete_record(key: str) -> None:
+    """Remove the value that `write_record` kept, if there is one."""
+    _internal_kv_del(key, namespace=_KV_NAMESPACE)
 
 
 def client_session() -> tuple[str, str] | None:
@@ -163,6 +174,20 @@ def client_session() -> tuple[str, str] | None:
     """
     client = client_context.get_context().client_worker
     return (client._client_id, client._conn_str) if client is not None and client.is_connected() else None
+
+
+def ray_session() -> tuple[str, str] | None:
+    """Return an identifier of this program's Ray session; `None` without one. Never waits."""
+    client = client_session()
+    if client is not None or not ray.is_initialized():
+        return client
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()  # job ids alone repeat in a new cluster
+
+
+def actor_id(handle: Any) -> str:
+    """Return the id of an actor."""
+    return str(handle._actor_id.hex())
 
 
 def name_log_lines(name: str) -> None:

@@ -31,9 +31,8 @@ from raysharding.data import (
     schema_as_text,
 )
 from raysharding.errors import DataError, GroupError
+from raysharding.group.calls import Client
 from raysharding.group.rank import DatasetBlocks
-from raysharding.group.ranks import Member
-from raysharding.group.supervision import probe_all
 
 _PIN_S = 30.0
 
@@ -47,7 +46,7 @@ class DatasetHandle:
     refs: tuple[ray.ObjectRef, ...] = ()
     """References to the blocks that the ranks must hold."""
 
-    def pin(self, members: Sequence[Member]) -> None:
+    def pin(self, client: Client) -> None:
         """Make the ranks hold the blocks, before they read the first one.
 
         Raises:
@@ -55,21 +54,19 @@ class DatasetHandle:
         """
         if not isinstance(self.source, DatasetBlocks):
             return
-        silent = probe_all(members, "pin", self.source.key, self.refs, within_s=_PIN_S).silent
+        silent = client.probe("pin", self.source.key, self.refs, within_s=_PIN_S).silent
         if silent:
             rank, why = next(iter(silent.items()))
             raise GroupError(f"the dataset cannot be sent to rank {rank}: {why}")
 
-    def unpin(self, members: Sequence[Member]) -> None:
+    def unpin(self, client: Client) -> None:
         """Make the ranks release the blocks; a dead rank holds none. Does not wait."""
-        # After a shutdown of Ray the ranks are gone, and a remote call would start another Ray.
-        if isinstance(self.source, DatasetBlocks) and ray.is_initialized():
-            for member in members:
-                member.actor.pin.remote(self.source.key, None)
+        if isinstance(self.source, DatasetBlocks):
+            client.tell_ranks("pin", self.source.key, None)
 
 
 @contextmanager
-def pinned_for(datasets: Sequence[DatasetHandle], members: Sequence[Member]) -> Iterator[None]:
+def pinned_for(datasets: Sequence[DatasetHandle], client: Client) -> Iterator[None]:
     """Pin datasets for the first call of the ranks that reads them, which is the body of the context.
 
     Raises:
@@ -79,7 +76,7 @@ def pinned_for(datasets: Sequence[DatasetHandle], members: Sequence[Member]) -> 
     silent: GroupError | None = None
     try:
         for data in datasets:
-            data.pin(members)
+            data.pin(client)
     except GroupError as error:
         silent = error
     yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 from raysharding.arguments import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Call, Collect, collect_all
+from raysharding.group.calls import Call, Client, collect_all
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
-from raysharding.group.supervision import Client
 
 
 def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
@@ -26,9 +24,7 @@ def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
         client: Submits calls to the current ranks.
         plan: The evaluation; `None` for that of the `FitPlan`.
     """
-    last: deque[Any] = deque(maxlen=1)  # of the values by step; small ones come packed, not as a reference
-    collect = Collect(lambda _: last[0].unpack())
-    return client.submit_same("evaluate", plan, keep_step=last.append, collect=collect)
+    return client.submit_same("evaluate", plan, takes_steps=True)
 
 
 def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:

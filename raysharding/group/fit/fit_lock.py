@@ -1,14 +1,25 @@
-"""`FitLock`: one `fit` or `predict` runs on a group at a time, and nothing else changes the model during it."""
+"""`FitLock`: one `fit` or `predict` runs on a group at a time, and nothing else changes the model during it.
+
+The claim at the controller holds for all drivers; this driver's own calls are refused without asking there.
+"""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raysharding.errors import CallCancelledError, GroupError
-from raysharding.group.calls import MaskedInterrupts
+from raysharding.group.calls import Client, MaskedInterrupts
 from raysharding.group.fit.report import FitReport, FitStep
+
+REFUSED_BESIDE = {
+    "fit": "the run's steps would no longer depend on its data alone",
+    "predict": "its rows would come from different weights",
+    "forward_backward": "the gradients of one step would be of two drivers",
+}
+"""Kind of a claim → why calls that change the model are refused beside it."""
 
 
 class FitLock:
@@ -41,32 +52,36 @@ class FitLock:
         return self._running is not None
 
     @contextmanager
-    def running(self, group: str, what: str = "fit") -> Iterator[None]:
-        """Return a context in which a `fit` or `predict` holds the lock.
+    def running(self, client: Client, what: str = "fit") -> Iterator[None]:
+        """Return a context in which a `fit` or `predict` holds the lock, and the claim of the group.
 
         Args:
-            group: The group's name in errors.
+            client: The group.
             what: Name of the method that runs.
 
         Raises:
-            GroupError: Another one runs.
+            GroupError: Another one runs, here or in another driver.
         """
-        run = object()
+        run = secrets.token_hex(8)
         try:
             with MaskedInterrupts(), self._lock:
                 if self.is_running:
                     raise GroupError(
-                        f"{group}: {self._what} already runs on it, in another thread or around the callback that made "
+                        f"{client.name}: {self._what} already runs on it, in another thread or around the callback that made "
                         f"this call; a rank has the data of one run at a time: wait for that {self._what} to end, or "
                         "call interrupt()"
                     )
                 self._running, self._is_interrupted, self._what = run, False, what
                 if what == "fit":
                     self._last_step = None
+            refused: GroupError | None = client.ask("take_claim", client.key, what, run)
+            if refused is not None:
+                raise refused
             yield
         finally:
             if self._running is run:
                 self._running = None
+                client.release_claim(run)
 
     def refuse(self, group: str, method: str) -> None:
         """Refuse a method that must not run between the steps of a `fit` or `predict`.
@@ -79,11 +94,9 @@ class FitLock:
             GroupError: One runs.
         """
         if self.is_running:
-            why = "its rows would come from different weights"
-            if self._what == "fit":
-                why = "the run's steps would no longer depend on its data alone"
             raise GroupError(
-                f"{group}: {method} is refused while {self._what} runs: {why}. Call it after {self._what} has returned"
+                f"{group}: {method} is refused while {self._what} runs: {REFUSED_BESIDE[self._what]}. Call it after "
+                f"{self._what} has returned"
             )
 
     def interrupt(self) -> None:

@@ -15,15 +15,14 @@ from raysharding.batch import Out, deal
 from raysharding.data import cast_table, join_tables, schema_from_text, unify_schemas
 from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
-from raysharding.group.calls import ProgressBar, collect_all, collect_returns, progress_bar
+from raysharding.group.calls import Client, ProgressBar, collect_all, collect_returns, progress_bar
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle, pinned_for
 from raysharding.group.fit.evaluations import tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
-from raysharding.group.launch import RunningGroup
-from raysharding.group.recovery import RestartReport
-from raysharding.group.supervision import Client, GroupState
+from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.messages import GroupState
 from raysharding.worker import PredictStart, PredictSteps
 
 _CALL_S = 1.0
@@ -112,7 +111,7 @@ class PredictRun:
     def _begin(self) -> PredictStart:
         """Make the ranks open the data and the output."""
         plan = replace(self.plan, taken=tuple(self._tables))
-        with pinned_for([self.data], self._client.members):
+        with pinned_for([self.data], self._client):
             start: PredictStart = self._client.submit_same("predict_begin", plan).result()
         self._is_over, self._num_done = start.is_over, start.num_done
         self.plan = replace(self.plan, num_parts=start.num_parts)
@@ -130,7 +129,9 @@ class PredictRun:
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Continue with the parts that are not complete."""
         start = self._begin()
-        tell(f"predict: continues with {start.num_done:,} of {start.num_rows:,} rows ({done.how}: {done.why})")
+        tell(
+            f"predict: continues with {start.num_done:,} of {start.num_rows:,} rows (reloaded {done.checkpoint}: {done.why})"
+        )
         bar.update(start.num_done - bar.n)  # back to the rows of complete parts
 
     def _steps(self, bar: ProgressBar) -> None:
@@ -196,10 +197,10 @@ class PredictRun:
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
 
     def _let_go(self) -> None:
-        if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
+        if self._client.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self._client.submit_same("predict_end", is_last=True).result()
-            self.data.unpin(self._client.members)
+            self.data.unpin(self._client)
 
 
 @ray.remote(num_cpus=0)

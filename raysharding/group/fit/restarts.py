@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raysharding.errors import CallCancelledError, GroupError, GroupTakenOverError, RendezvousError
+from raysharding.errors import CallCancelledError, GroupError, RendezvousError
 from raysharding.group.cluster import tell
-from raysharding.group.launch import RunningGroup
-from raysharding.group.recovery import RestartReport
-from raysharding.group.supervision import GroupState
+from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.messages import GroupState
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Restarts:
             go_back: Makes the ranks continue the run after a restart.
 
         Raises:
-            GroupError: The group broke more often than it may be restarted, or was taken over.
+            GroupError: The group broke more often than it may be restarted.
         """
         lost: GroupError | RendezvousError | None = None
         while True:
@@ -50,10 +49,10 @@ class Restarts:
                         go_back(self._restarted(lost))
                 steps()
                 return
-            except (GroupTakenOverError, CallCancelledError):
-                raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
+            except CallCancelledError:
+                raise  # an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                state = self.running().client.supervisor.state
+                state = self.running().client.state
                 if state is not GroupState.BROKEN or self.number >= self.limit or not self.may_restart():
                     raise
                 lost = error

@@ -22,6 +22,7 @@ from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CheckpointError, GroupError
 from raysharding.group.calls import (
     Call,
+    Client,
     Collect,
     ProgressBar,
     collect_all,
@@ -36,9 +37,8 @@ from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
 from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
-from raysharding.group.launch import RunningGroup
-from raysharding.group.recovery import RestartReport
-from raysharding.group.supervision import Client, GroupState
+from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.messages import GroupState
 from raysharding.worker import FitStart, FitSteps
 
 _CALL_S = 0.5
@@ -132,7 +132,7 @@ class FitRun:
     def __post_init__(self) -> None:
         self._stop = StopSignal(lambda: self._client, is_wanted=self.options.save_on_signal)
         self._interrupts = NotedInterrupts(lambda: self._client)
-        self._gauges = RayGauges(self.running().client.supervisor.name)
+        self._gauges = RayGauges(self.running().client.name)
         self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
         # Whoever stops the driver by a signal may have stopped the ranks as well.
         self._restarts = Restarts("fit", self.running, self.restart, may_restart=lambda: not self._stop.came)
@@ -190,7 +190,7 @@ class FitRun:
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self.running().files.saves if path in self._paths]
+        committed = [path for path in self._client.snapshot.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -237,7 +237,7 @@ class FitRun:
         """Make the ranks open the data, and get their position in the run."""
         if resume:
             self._client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
-        with pinned_for(self._datasets, self._client.members):
+        with pinned_for(self._datasets, self._client):
             arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
             start: FitStart = self._submit("fit_begin", *arguments).result()
             self._position, self._total = start.position, start.total_steps
@@ -301,12 +301,12 @@ class FitRun:
             raise first
 
     def _let_go(self) -> None:
-        if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
+        if self._client.state in (GroupState.READY, GroupState.BUSY):
             replies: list[FitSteps | None] = []
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 replies = self._submit("fit_end", collect=collect_all, is_last=True).result()
             for data in self._datasets:
-                data.unpin(self._client.members)
+                data.unpin(self._client)
             if self._begun is not None:  # else `fit_begin` raised, on some ranks after they had made their run
                 self._note_untold([reply for reply in replies if reply is not None])
 
@@ -336,7 +336,7 @@ class FitRun:
         self._begin(resume=True)
         self._align_history()
         self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
-        tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
+        tell(f"fit: continues after step {self._place.num_steps} (reloaded {done.checkpoint}: {done.why})")
         bar.update(self._place.num_steps - bar.n)
 
     def _align_history(self) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from raysharding.group.calls import MaskedInterrupts
-from raysharding.group.supervision import Client
+from raysharding.group.calls import Client, MaskedInterrupts
 
 
 class StopSignal:
@@ -53,7 +52,7 @@ class StopSignal:
         if not self.came:
             self.came = True
             return
-        self._client().supervisor.abandon_soon("a second SIGTERM")
+        self._client().abandon_soon("a second SIGTERM")
         self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -85,8 +84,8 @@ class NotedInterrupts(MaskedInterrupts):
             return  # the program's own handler has handled it
         if is_second:
             if signal.getsignal(signal.SIGINT) is not self._installed:  # below the handler of a wait for a call
-                self._client().supervisor.abandon_soon("a second Ctrl-C")
+                self._client().abandon_soon("a second Ctrl-C")
             assert self._raised is not None
             raise self._raised
         what = "ends after the steps in progress; once more stops the ranks, and their weights are lost"
-        self._client().supervisor.tell_soon(f"Ctrl-C: fit {what}")
+        self._client().tell_soon(f"Ctrl-C: fit {what}")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import ray
 
 from raysharding.distributed.comm import StoreAddress
 from raysharding.distributed.weights import CopyReport, CopySpec
 from raysharding.errors import GroupError
-from raysharding.group.calls import IN_ORDER, Call, Collect, JointStart, collect_all
-from raysharding.group.supervision import Check, Client, GroupState
+from raysharding.group.calls import Call, Client, Collect
+from raysharding.group.messages import GroupState
 from raysharding.units import MIB
 
 _ANSWER_S = 30.0
@@ -47,7 +45,7 @@ class WeightPath:
     def is_usable(self) -> bool:
         """Return True if the ranks of both groups can still have it."""
         gone = (GroupState.BROKEN, GroupState.CLOSED)
-        return not self.is_closed and not any(one.supervisor.state in gone for one in (self.source, self.target))
+        return not self.is_closed and not any(one.state in gone for one in (self.source, self.target))
 
 
 class WeightPaths:
@@ -79,7 +77,7 @@ def submit_copy(
     *,
     merge: bool,
     staged: bool,
-    check: Check,
+    refused_beside: Mapping[str, str],
 ) -> Call:
     """Submit a copy to both groups; see `ShardedModelGroup.copy_to`.
 
@@ -88,12 +86,11 @@ def submit_copy(
         target: The group that they go to.
         merge: True to merge adapters.
         staged: True to receive beside the old weights.
-        check: Raises if the target must not change.
+        refused_beside: Kind of a claim → why the target must not change beside it.
     """
     clients = source[0], target[0]
     for client in clients:
-        client.supervisor.status.refuse_if_unusable()
-    check()  # before the source's call is queued; again when the target's is
+        client.refuse_if_unusable()
     path = source[1].find(*clients, merge)
     if path is None:
         path = WeightPath(*clients, merge, _store_address(clients[0]))
@@ -106,8 +103,8 @@ def submit_copy(
         token=path.token,
         number=path.number,
         address=path.address,
-        num_sources=len(clients[0].members),
-        num_targets=len(clients[1].members),
+        num_sources=len(clients[0].ranks),
+        num_targets=len(clients[1].ranks),
         rendezvous_s=min(client.timeouts.rendezvous_s for client in clients),
         limit_s=limit_s,
         merge=merge,
@@ -118,107 +115,73 @@ def submit_copy(
         spec(is_source=True, kept=source[1].usable()),
         spec(is_source=False, kept=target[1].usable()),
     )
-    both = _Copy(path, specs[0].key, merge, staged)
-    with IN_ORDER:
-        both.submit(specs, check)
-    return both.whole
+    return _Copy(path, merge, staged).submit(specs, refused_beside)
 
 
 def _store_address(client: Client) -> StoreAddress:
-    try:
-        address: StoreAddress = ray.get(client.members[0].actor.store_address.remote(), timeout=_ANSWER_S)
-    except ray.exceptions.RayError as error:
-        raise GroupError(f"{client.supervisor.name}: rank 0 does not answer: {type(error).__name__}") from error
+    replies = client.probe("store_address", within_s=_ANSWER_S, ranks=[0]).replies
+    if 0 not in replies:
+        raise GroupError(f"{client.name}: rank 0 does not answer")
+    address: StoreAddress = replies[0].unpack()
     return address
 
 
 class _Copy:
     """One copy: a call in each group, and the call that the user gets, which ends when both have ended."""
 
-    def __init__(self, path: WeightPath, key: str, merge: bool, staged: bool) -> None:
+    def __init__(self, path: WeightPath, merge: bool, staged: bool) -> None:
         self._path = path
-        self._key = key
         self._clients = path.source, path.target
-        self._joint = JointStart()
         self._calls: tuple[Call, ...] = ()
-        self._consequence: GroupError | None = None
         self._lock = threading.Lock()
         self._num_ended = 0
+        self._key = ""
         self._options = {"is_merged": merge, "is_staged": staged}
-        supervisor = path.source.supervisor
-        collect = Collect(lambda _: self._report())
-        self.whole: Call[CopyReport] = Call("copy_to", 0, collect, path.source.timeouts.call_s, supervisor)
+        source = path.source
+        self._whole: Call[CopyReport] = Call("copy_to", 0, Collect(lambda _: self._report()), 0.0, source)
 
-    def submit(self, specs: tuple[CopySpec, CopySpec], check: Check) -> None:
-        """Queue both calls, or none."""
+    def submit(self, specs: tuple[CopySpec, CopySpec], refused_beside: Mapping[str, str]) -> Call:
+        """Queue both calls; the controllers let them begin together, or not at all."""
         source, target = self._clients
-        options: dict[str, Any] = {"collect": collect_all, "joint": self._joint}
-        first = source.submit_same("copy_to", specs[0], **options)
-        try:
-            second = target.submit_same("copy_to", specs[1], check=check, **options)
-        except BaseException as error:
-            self._joint.cancel(source.supervisor, first, self._withdrawn(target, str(error)))
-            raise
-        self._calls = first, second
+        self._key = specs[0].key
+        self._calls = source.submit_pair(target, "copy_to", specs, self._key, refused_beside)
         for number, call in enumerate(self._calls):
             call.when_done(partial(self._on_end, number))
-
-    def _withdrawn(self, failed: Client, why: str) -> GroupError:
-        """Return the error of a call that was withdrawn because the other group's cannot run."""
-        self._consequence = GroupError(f"copy_to did not begin: {failed.supervisor.name} cannot run it: {why}")
-        return self._consequence
+        return self._whole
 
     def _on_end(self, number: int, call: Call) -> None:
-        """Handle the end of one group's call, on its supervision thread."""
-        error, other = _error_of(call), 1 - number
-        client = self._clients[other]
-        if error is not None:
-            why = self._withdrawn(self._clients[number], str(error).partition("\n")[0])
-            self._joint.cancel(client.supervisor, self._calls[other], why)
+        """Handle the end of one group's call, on its callback thread."""
+        error = call.error()
         if error is not None or any(one["lost"] is not None for one in call.values()):
             self._path.is_closed = True
-            self._stop(client)
+            # Ranks that are in the copy, or about to begin it, wait for the other group's, which do not answer.
+            self._clients[1 - number].tell_ranks("stop_copy", self._key)
         with self._lock:
             self._num_ended += 1
             is_last = self._num_ended == len(self._calls)
         if is_last:
-            self.whole.end(self._error())
-
-    def _stop(self, client: Client) -> None:
-        """Make ranks that are in the copy, or about to begin it, end it: the other group's do not answer."""
-        if ray.is_initialized():  # a remote call would start another Ray
-            for member in client.members:
-                member.actor.stop_copy.remote(member.epoch, self._key)
+            self._whole.end(self._error())
 
     def _error(self) -> BaseException | None:
         """Return the error of the copy, which is that of the group where the cause is; `None` if both calls succeeded.
 
         A target that has taken the weights has them, even if the source has not heard of it.
         """
-        errors = [_error_of(call) for call in self._calls]
+        errors = [call.error() for call in self._calls]
         # A rank of the source that fails makes the target's raise; one of the target's leaves the source without error.
-        error = next((one for one in errors if one is not None and one is not self._consequence), None)
+        causes = (one for one, call in zip(errors, self._calls, strict=True) if one is not None and not call.follows)
+        error = next(causes, None)
         if error is None:
             return next((one for one in errors if one is not None), None)
         error, own = copy(error), error  # the group's queue gives the same error to other calls
         error.__cause__ = own.__cause__
         for what, client in zip(("source", "target"), self._clients, strict=True):
-            status = client.supervisor.status
-            primary = None if status.cause is None else status.cause.primary
+            primary = None if client.cause is None else client.cause.primary
             cause = "" if primary is None else f": rank {primary.rank} {primary.kind}: {primary.message}"
             holds = ", with the new weights" if what == "target" and errors[1] is None else ""
-            error.add_note(f"the {what}, {client.supervisor.name}, is {client.supervisor.state.value}{holds}{cause}")
+            error.add_note(f"the {what}, {client.name}, is {client.state.value}{holds}{cause}")
         return error
 
     def _report(self) -> CopyReport:
         source, target = (call.values() for call in self._calls)
         return CopyReport.of(source, target, **self._options)
-
-
-def _error_of(call: Call) -> Exception | None:
-    """Return the error of a call that has ended; `None` if it succeeded."""
-    try:
-        call.result()
-    except Exception as error:  # noqa: BLE001 - raised to the user, as the copy's
-        return error
-    return None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
-from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
-from raysharding.group.calls import ModelFiles
-from raysharding.group.cluster import Lifetime, Reservation, connect, join_announced, replies, tell
-from raysharding.group.launch.launch import RunningGroup, rendezvous
+from raysharding.group.calls import Client
+from raysharding.group.cluster import ask_nodes, connect, join_announced, own_node_id, tell
+from raysharding.group.launch.launch import rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.launch.start_actors import Started, number_actors
+from raysharding.group.launch.start_controller import start_controller
+from raysharding.group.messages import Started, StartPlan
+from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
@@ -50,53 +48,57 @@ def diagnose(address: str | None = None, port_range: tuple[int, int] | None = No
 
 
 def _diagnose(placement: Placement) -> PreflightReport:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    chosen = nodes * 2 if len(nodes) == 1 else nodes
-    group = f"doctor {secrets.token_hex(3)}"
-    actors = [_start(node["NodeID"], Title("doctor", group, index)) for index, node in enumerate(chosen)]
-    started, findings = _await(actors, [node["NodeManagerAddress"] for node in chosen])
-    if not started.members:
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    findings = []
+    able = []
+    for node_id, answer in ask_nodes(_answer, dict.fromkeys(nodes), _TIMEOUTS.start_s):
+        if not isinstance(answer, ray.exceptions.RayError):
+            able.append(node_id)
+            continue
+        late = isinstance(answer, ray.exceptions.GetTimeoutError)
+        why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {answer}"
+        findings.append(Finding(True, "node", f"node {nodes[node_id]}: a process without resources {why}"))
+    if not able:
         return PreflightReport((), None, tuple(findings), 0.0)
-    # The supervision kills the actors in all cases; there is no placement group to release.
-    spec = GroupSpec(checkpoint="", placement=placement, timeouts=_TIMEOUTS)
-    nothing = Reservation(None, {}, is_ours=False)
-    running = RunningGroup.assemble(group, spec, started, nothing, files=ModelFiles(""))
-    supervisor = running.client.supervisor
-    preflight = Preflight(running.client, thorough=True)
+    chosen = [node_id for node_id in nodes if node_id in able]  # in the order of the nodes, whoever answered first
+    spec = GroupSpec(checkpoint="doctor", placement=placement, timeouts=_TIMEOUTS)
+    client = Client(start_controller(spec), spec.title, _TIMEOUTS, 0, is_named=False)
+    preflight = Preflight(client, thorough=True)
     preflight.add(findings)
     try:
-        preflight.listened("the driver", *supervisor.connect_ranks(placement.port_range))
+        client.attach()
+        started: Started = client.ask(
+            "start_ranks", client.key, _plan(spec, chosen * 2 if len(chosen) == 1 else chosen)
+        )
+        client.refresh()
         preflight.nodes(with_gpus=True)
-        store = rendezvous(running)
+        store = rendezvous(client, spec, started)
         preflight.listened("rank 0's store", store.host, store.port)
         preflight.link()
     except RayshardingError as error:
         if not (isinstance(error, PreflightError) and preflight.report().errors):
             preflight.add([Finding(True, "link", str(error))])
     finally:
-        supervisor.shutdown()
+        client.shutdown()
     return preflight.report()
 
 
-def _start(node_id: str, title: Title) -> Any:
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
-    return REMOTE_RANK_ACTOR.options(**options).remote(title)
+def _answer(_: None) -> None:
+    """Do nothing; a task that shows that a node starts processes."""
 
 
-def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:
-    """Wait until the actors report where they run; kill those that do not, and return a finding for each of them."""
-    answered: dict[int, ActorInfo] = {}
-    findings = []
-    refs = {actor.probe.remote(()): index for index, actor in enumerate(actors)}
-    for index, answer in replies(refs, _TIMEOUTS.start_s):
-        if not isinstance(answer, ray.exceptions.RayError):
-            answered[index] = answer
-            continue
-        ray.kill(actors[index], no_restart=True)
-        late = isinstance(answer, ray.exceptions.GetTimeoutError)
-        why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {answer}"
-        findings.append(Finding(True, "node", f"node {addresses[index]}: a process without resources {why}"))
-    alive = sorted(answered)  # in the order of the nodes, whoever answered first
-    started = number_actors([actors[index] for index in alive], [answered[index] for index in alive], "cpu", Lifetime())
-    return started, findings
+def _plan(spec: GroupSpec, node_ids: Sequence[str]) -> StartPlan:
+    return StartPlan(
+        actor_class=RankActor,
+        concurrency_groups=CONCURRENCY_GROUPS,
+        titles=tuple(Title("doctor", spec.title, index) for index in range(len(node_ids))),
+        world_size=len(node_ids),
+        device_type="cpu",
+        placement=spec.placement,
+        place_s=None,
+        start_s=_TIMEOUTS.start_s,
+        paths=(),
+        driver_node=own_node_id(),
+        hub=None,
+        node_ids=tuple(node_ids),
+    )

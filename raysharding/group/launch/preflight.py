@@ -23,10 +23,9 @@ from typing import Any, Literal
 from raysharding.distributed.comm import LinkTimes
 from raysharding.distributed.footprint import MemoryNeed
 from raysharding.errors import CallTimeoutError, PreflightError
-from raysharding.group.calls import collect_all
+from raysharding.group.calls import Client, collect_all
 from raysharding.group.cluster import NodeFacts, dashboard_url, text_table, versions_here
 from raysharding.group.ranks import RankInfo
-from raysharding.group.supervision import Client
 from raysharding.html import html_lines, html_report, html_rows
 from raysharding.units import format_bytes as size
 

@@ -24,7 +24,7 @@ from raysharding.checkpoint.storage import HubAccess, HubPath, access_to, is_rem
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
-from raysharding.group.cluster import Lifetime, ask_nodes, check_name, join_announced
+from raysharding.group.cluster import ask_nodes, check_name, join_announced
 from raysharding.group.messages import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
 
@@ -128,11 +128,6 @@ class GroupSpec:
         if len(parts) > 2 and parts[-2] == "snapshots":
             return parts[-3].rpartition("--")[2]
         return parts[-1].partition("@")[0] if parts else "model"
-
-    @property
-    def lifetime(self) -> Lifetime:
-        """What ends the group's actors and placement group."""
-        return Lifetime(self.name, self.timeouts.lease_s, self.timeouts.start_s)
 
     def check(self) -> None:
         """Refuse arguments that are wrong for any checkpoint and cluster.

@@ -15,6 +15,27 @@ from raysharding.group.messages.commands import (
     in_step,
     one_model,
 )
+from raysharding.group.messages.control import (
+    Attached,
+    BegunSave,
+    FilesRecord,
+    GroupState,
+    Interrupted,
+    Item,
+    Joint,
+    Outcome,
+    Part,
+    ProbeReplies,
+    Sent,
+    Snapshot,
+    Started,
+    StartPlan,
+    Submission,
+    broken,
+    closed,
+    lines_after,
+    twin,
+)
 from raysharding.group.messages.packing import AsValue, Packed, Shared, pack, pack_batches, pack_same
 from raysharding.group.messages.remote_error import (
     RemoteError,

@@ -1,114 +1,102 @@
-"""Turns a reservation into members: starts one actor per bundle, queries where each runs, and numbers the actors."""
+"""`start_ranks`: starts one actor per bundle, asks where each runs, and numbers them. Blocks: not on the event loop."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raysharding.checkpoint.storage import HubPath, split_path
-from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
-from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
-from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, own_node_id, replies
-from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.ranks import Member, RankInfo
+from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure
+from raysharding.group.cluster import Reservation, accelerator_names, replies, reserve, wait_placed
+from raysharding.group.controller.members import LEASE_S, Member
+from raysharding.group.messages import Started, StartPlan
+from raysharding.group.ranks import RankInfo
 
 _PID = re.compile(r"\bpid: (\d+)")
+_AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The group's actors, numbered."""
-
-    members: tuple[Member, ...]
-    """Members by rank."""
-    visible_gpus: tuple[str, ...]
-    """CUDA_VISIBLE_DEVICES by rank: all of the group's GPUs on the rank's node, each once; empty for CPU ranks."""
-
-
-def start_actors(
-    reservation: Reservation,
-    spec: GroupSpec,
-    world_size: int,
-    device_type: str,
-    paths: Sequence[str],
-    meanwhile: Callable[[], None] | None,
-) -> tuple[Started, str | None]:
-    """Start one actor in each bundle and number them.
+def reserve_for(plan: StartPlan, name: str, tell: Callable[[str], None]) -> Reservation | None:
+    """Reserve the resources of the ranks, and wait until they are placed; `None` if the ranks need none.
 
     Args:
-        reservation: A ready placement group.
-        spec: The group's spec.
-        world_size: Number of ranks.
-        device_type: Device type of the ranks.
-        paths: Files of the checkpoint; rank 0 runs on a node that sees them.
-        meanwhile: Called while the actors start; what it raises stops them.
-
-    Returns:
-        The actors, and the directory or URI where rank 0 sees the files, if not where `paths` say: a model of the hub
-        is in the cache of rank 0's node, or in no cache of the ranks' nodes.
+        plan: The plan.
+        name: Name of the placement group.
+        tell: Takes a line for people.
 
     Raises:
-        ValueError: The group's name is taken.
+        PlacementError: No node has the resources.
+    """
+    if plan.node_ids:
+        return None
+    reservation = reserve(plan.world_size, plan.device_type, plan.placement, name, plan.place_s)
+    options: dict[str, Any] = {"held": plan.held, "tell": tell if plan.tells else None}
+    try:
+        wait_placed(reservation, plan.world_size, plan.placement, plan.place_s, **options)
+    except BaseException:
+        reservation.release()
+        raise
+    return reservation
+
+
+def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple[list[Member], Started]:
+    """Start one actor in each bundle, or on each node, and number them.
+
+    Args:
+        plan: The plan.
+        reservation: A ready placement group; `None` if the ranks need none.
+
+    Raises:
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
-        CheckpointError: No actor's node sees the files, which are not on the hub either.
     """
     actors: list[Any] = []
     try:
         # One by one: if an actor fails to start, the actors before it must be stopped.
-        actors.extend(_start(reservation, bundle, device_type, spec) for bundle in range(world_size))
-        if meanwhile is not None:
-            meanwhile()
-        infos = probe(actors, spec.timeouts.start_s, paths, reservation.node_ip, is_ours=reservation.is_ours)
-        started = number_actors(actors, infos, device_type, spec.lifetime)
-        first = infos[started.members[0].bundle]
-        if first.snapshot is not None or first.sees_checkpoint:
-            return started, first.snapshot
-        hub = HubPath.of_pinned(split_path(paths[0])[0])
-        if hub is None:
-            nodes = ", ".join(sorted({info.node_ip for info in infos}))
-            cure = (
-                "copy it there, put it on storage that they share, or choose nodes that see it by Placement(labels=...)"
-            )
-            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}: {cure}", path=paths[0])
-        return started, hub.uri
+        actors.extend(_start(plan, reservation, bundle) for bundle in range(plan.world_size))
+        node_ip = _unknown_node if reservation is None else reservation.node_ip
+        is_ours = reservation is None or reservation.is_ours
+        infos = probe(actors, plan.start_s, plan.paths, node_ip, is_ours=is_ours)
+        return number_actors(actors, infos, plan)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         raise
 
 
-def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupSpec) -> Any:
-    lifetime, environment = spec.lifetime, dict(spec.placement.runtime_env or {})
-    if device_type != "cpu":
+def _unknown_node(_: int) -> str:
+    return "unknown"
+
+
+def _start(plan: StartPlan, reservation: Reservation | None, bundle: int) -> Any:
+    environment = dict(plan.placement.runtime_env or {})
+    if plan.device_type != "cpu":
         # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
         # is slow or hangs on NVSwitch machines. Ray must not mask GPUs; `RankCommands.join` sets the group's own mask.
-        variables = {**environment.get("env_vars", {}), **dict.fromkeys(accelerator_names(device_type).noset, "1")}
+        variables = {**environment.get("env_vars", {}), **dict.fromkeys(accelerator_names(plan.device_type).noset, "1")}
         environment["env_vars"] = variables
+    need = {} if reservation is None else reservation.need
     options: dict[str, Any] = {
-        "num_cpus": reservation.need.get("CPU", 0),
-        "num_gpus": reservation.need.get("GPU", 0),
-        "resources": {name: one for name, one in reservation.need.items() if name not in ("CPU", "GPU")},
+        "num_cpus": need.get("CPU", 0),
+        "num_gpus": need.get("GPU", 0),
+        "resources": {name: one for name, one in need.items() if name not in ("CPU", "GPU")},
         "max_restarts": 0,
         "max_task_retries": 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            reservation.placement_group, placement_group_bundle_index=bundle
-        ),
     }
+    if reservation is None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(plan.node_ids[bundle], soft=False)
+    else:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            reservation.placement_group, placement_group_bundle_index=bundle
+        )
     if environment:
         options["runtime_env"] = environment
-    try:
-        return REMOTE_RANK_ACTOR.options(**options, **lifetime.actor_options(bundle)).remote(
-            Title(spec.short_name, spec.title, bundle), lifetime.first_lease_s, reservation.is_ours, spec.hub_access()
-        )
-    except ray.exceptions.ActorAlreadyExistsError as error:
-        raise name_taken(str(lifetime.name)) from error
+    remote: Any = ray.remote(concurrency_groups=dict(plan.concurrency_groups))(plan.actor_class)
+    return remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub)
 
 
 def probe(
@@ -117,21 +105,21 @@ def probe(
     paths: Sequence[str],
     node_ip: Callable[[int], str],
     is_ours: bool = True,
-) -> list[ActorInfo]:
-    """Query where every actor runs, once it has started; see `start_actors`.
+) -> list[Any]:
+    """Query where every actor runs, once it has started; see `start_ranks`.
 
     Args:
         actors: Actors by bundle.
         start_s: Deadline for all actors together.
-        paths: See `start_actors`.
+        paths: See `StartPlan`.
         node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
-        is_ours: Whether the group made the placement group itself; else others may use its bundles too.
+        is_ours: True if the group made the placement group itself; else others may use its bundles too.
 
     Raises:
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
     """
-    infos: dict[int, ActorInfo] = {}
+    infos: dict[int, Any] = {}
     late: dict[int, RankFailure] = {}
     refs = {actor.probe.remote(paths): index for index, actor in enumerate(actors)}
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
@@ -158,7 +146,7 @@ def _failed(number: int, node_ip: str, kind: FailureKind, error_type: str, messa
     return RankFailure(number, node_ip, int(match[1]) if match else 0, kind, "start", error_type, message)
 
 
-def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
+def rank_order(infos: Sequence[Any], driver_node: str) -> list[int]:
     """Return actor indexes in rank order: by node, then GPU; the bundles themselves are in no order.
 
     Args:
@@ -176,24 +164,25 @@ def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
     return sorted(range(len(infos)), key=place)
 
 
-def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
+def number_actors(actors: Sequence[Any], infos: Sequence[Any], plan: StartPlan) -> tuple[list[Member], Started]:
     """Number the actors by `rank_order`; the device is the one that Ray gave, by its place among the node's."""
     members: list[Member] = []
+    order = rank_order(infos, plan.driver_node)
     gpus: dict[str, list[str]] = {}
     taken: Counter[str] = Counter()
-    for rank, index in enumerate(rank_order(infos, own_node_id())):
+    for rank, index in enumerate(order):
         info, local_rank = infos[index], taken[infos[index].node_id]
         taken[info.node_id] += 1
         seen = gpus.setdefault(info.node_id, [])
         # Ranks that share a GPU are neighbours in this order.
         seen.extend(gpu for gpu in info.gpu_ids if gpu not in seen)
-        device = "cpu" if device_type == "cpu" else f"{device_type}:{len(seen) - 1}"
+        device = "cpu" if plan.device_type == "cpu" else f"{plan.device_type}:{len(seen) - 1}"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        where = info.stacks_descriptor, info.log_paths, lifetime.actor_name(index), index
-        members.append(Member(described, actors[index], *where))
-    on_cpu = device_type == "cpu"
+        members.append(Member(described, actors[index], info.stacks_descriptor, info.log_paths))
+    on_cpu = plan.device_type == "cpu"
     visible = tuple("" if on_cpu else ",".join(gpus[member.info.node_id]) for member in members)
-    return Started(tuple(members), visible)
+    first = infos[order[0]]
+    return members, Started(tuple(one.info for one in members), visible, first.snapshot, first.sees_checkpoint)
 
 
 def _gpu_order(gpu_ids: Sequence[str]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections import Counter as Sums
 
 from ray.util.metrics import Counter, Gauge
 
-from raysharding.group.supervision.group_state import GroupState
+from raysharding.group.messages import GroupState
 
 _EXPORT_S = 5.0
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from raysharding.group.calls.client import Client
+from raysharding.group.calls.inspection import STATUS_S, rank_statuses
 from raysharding.group.cluster import Picture, open_screen, status_table
-from raysharding.group.supervision.client import Client
-from raysharding.group.supervision.group_state import GroupState
-from raysharding.group.supervision.probes import STATUS_S, rank_statuses
+from raysharding.group.messages import GroupState
 
 _STOP_S = STATUS_S + 1.0
 _COLUMNS = "rank", "node_ip", "device", "phase", "last_call", "host_bytes", "peak_host_bytes", "device_bytes"
@@ -24,7 +24,7 @@ class Seen:
     """What a view reads of a group; holds no reference to the group."""
 
     client: Client
-    """The group's ranks and supervision, which a restart replaces."""
+    """The group's client."""
     fit: str
     """The last step of `fit`; empty without one."""
 
@@ -96,7 +96,7 @@ class LiveView:
         """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
         try:
             seen = self._look()
-            if seen is None or seen.client.supervisor.state is GroupState.CLOSED:
+            if seen is None or seen.client.state is GroupState.CLOSED:
                 self._picture = Picture(self._name, _now())
                 return "the group was dropped" if seen is None else "the group was shut down"
             self._picture = _picture_of(seen)
@@ -108,17 +108,17 @@ class LiveView:
 
 
 def _picture_of(seen: Seen) -> Picture:
-    supervisor = seen.client.supervisor
-    state, cause = supervisor.state, supervisor.status.cause
+    client = seen.client
+    state, cause = client.state, client.cause
     lines = [seen.fit] if seen.fit else []
     statuses: list[dict[str, Any]] = []
     if state is GroupState.BROKEN:
         lines.append(f"cause: {str(cause).partition(chr(10))[0]}")
     else:
-        statuses = rank_statuses(seen.client.members)
+        statuses = rank_statuses(client)
     header, rows = status_table(_COLUMNS, statuses)
     rows = [(*row, _state(status)) for row, status in zip(rows, statuses, strict=True)]
-    return Picture(f"{supervisor.name}: {state.value}", _now(), tuple(lines), (*header, "state"), tuple(rows))
+    return Picture(f"{client.name}: {state.value}", _now(), tuple(lines), (*header, "state"), tuple(rows))
 
 
 def _state(status: Mapping[str, Any]) -> str:

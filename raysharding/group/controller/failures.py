@@ -5,32 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from raysharding.errors import (
-    CallTimeoutError,
-    FailureKind,
-    GroupBrokenError,
-    GroupError,
-    GroupTakenOverError,
-    RankFailure,
-    RayshardingError,
-    RendezvousError,
-    caught_as,
-)
+from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure, RendezvousError
 from raysharding.group.cluster import ProcessSnapshot
+from raysharding.group.messages import Outcome, RemoteError, Stacks, StateChange, in_step, one_model
 from raysharding.group.ranks import RankInfo
-from raysharding.group.rpc import RemoteError, Stacks, StateChange, in_step, one_model
 
 _MAX_DEATH_CHARS = 600
 _ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
 
-E = TypeVar("E", bound=GroupError)
-
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One failure, as the driver observed it."""
+    """One failure, as the controller observed it."""
 
     failure: RankFailure
     """The failure."""
@@ -47,21 +34,20 @@ def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
     return Observed(failure, raised, follows=raised.is_connection)
 
 
-def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "", *, is_made: bool = True) -> Observed:
+def saw_death(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
     """Describe a rank whose process died.
 
     Args:
         info: The rank.
         phase: Its phase.
         error: Ray's error.
-        note: What the driver knows besides.
-        is_made: Whether the caller has the group: `from_checkpoint` has returned.
+        is_made: True if the caller has the group: `from_checkpoint` has returned.
     """
     # Ray names causes and no place to look: a rank that the kernel killed for its memory has written nothing.
     unmade = f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
     log = f"group.logs({info.rank})" if is_made else unmade
     cure = f"; {log} shows its last lines, `raysharding plan` whether its memory suffices"
-    return Observed(_plain(info, "died", phase, _one_line(str(error)) + (note or cure)))
+    return Observed(_plain(info, "died", phase, _one_line(str(error)) + cure))
 
 
 def saw_hang(
@@ -88,7 +74,7 @@ def saw_hang(
 
 
 def saw_stop(info: RankInfo, phase: str) -> Observed:
-    """Describe a rank that the driver stopped because another one had failed."""
+    """Describe a rank that was stopped because another one had failed."""
     return Observed(_plain(info, "collateral", phase, "stopped, because another rank had failed"), follows=True)
 
 
@@ -172,36 +158,12 @@ def _misses_store(one: Observed) -> bool:
     return isinstance(error, RendezvousError) and error.missing_ranks == (0,)
 
 
-def twin(error: E) -> E:
-    """Return a copy of an error without traceback, cause and context."""
-    return type(error)(error.message, primary=error.primary, failures=error.failures)
-
-
-def typed_error(seen: Sequence[Observed], error: GroupError, world_size: int) -> RayshardingError:
-    """Return the error for the caller.
-
-    The primary's own error if it is this package's (`PlanError`), else `error`; if all ranks raised the same builtin
-    type, `except` of that type also catches it.
-    """
-    raised = next((one.raised for one in seen if one.failure is error.primary), None)
-    original = raised.exception() if raised is not None else None
-    if isinstance(original, RayshardingError):
-        original.__cause__ = error
-        return original
-    if original is not None:
-        error.__cause__ = original
-        kinds = {one.failure.error_type for one in seen}
-        if len(kinds) == 1 and len({one.failure.rank for one in seen}) == world_size:
-            return caught_as(error, type(original))
-    return error
-
-
-def broken(name: str, cause: GroupError) -> GroupBrokenError:
-    """Build the error of all later calls."""
-    if isinstance(cause, GroupTakenOverError):
-        return twin(cause)
-    message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
-    return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
+def failed(seen: Sequence[Observed], error: GroupError, world_size: int) -> Outcome:
+    """Return the outcome of a failed call; see `raised_by`, which makes the caller's error of it."""
+    own = next((one.raised for one in seen if one.failure is error.primary), None)
+    kinds = {one.failure.error_type for one in seen}
+    is_common = len(kinds) == 1 and len({one.failure.rank for one in seen}) == world_size
+    return Outcome(error=error, raised=own, is_common=is_common)
 
 
 def _plain(info: RankInfo, kind: FailureKind, phase: str, message: str) -> RankFailure:

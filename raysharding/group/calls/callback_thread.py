@@ -1,0 +1,90 @@
+"""`CallbackThread`: the thread on which a group's calls end in the driver, and their callbacks run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from raysharding.errors import GroupError
+
+_TICK_S = 1.0
+
+
+class _Thread(threading.Thread):
+    """The thread of some group."""
+
+
+def is_callback_thread() -> bool:
+    """Return True on the thread of any group on which callbacks of calls run."""
+    return isinstance(threading.current_thread(), _Thread)
+
+
+def refuse_to_wait(what: str) -> None:
+    """Refuse to wait on a callback thread: the awaited call would end there.
+
+    This includes other groups' threads: the calls of those groups would wait for this one's.
+
+    Args:
+        what: What would wait, for the error.
+
+    Raises:
+        GroupError: This is such a thread.
+    """
+    if is_callback_thread():
+        raise GroupError(
+            f"{what}: refused in a callback (Call.when_done): it would wait on the thread that ends all calls of a "
+            "group, and none would end. Begin the call by .remote(...) and give its Call a when_done of its own, or "
+            "start a thread that waits"
+        )
+
+
+class CallbackThread:
+    """Runs callbacks one after the other, and a check each second.
+
+    Ray completes futures on a thread of its own, which must not wait for Ray; so its callbacks only queue others here.
+    """
+
+    def __init__(self, name: str, check: Callable[[], None]) -> None:
+        """Start the thread.
+
+        Args:
+            name: The thread's.
+            check: Called each second.
+        """
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._check = check
+        self._thread = _Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Run a callback on the thread, after those queued before it. Also in a signal handler."""
+        self._queue.put(callback)
+
+    def stop(self) -> None:
+        """End the thread after the callbacks that are queued."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        checked = time.monotonic()
+        while True:
+            callback = self._next(checked + _TICK_S - time.monotonic())
+            if callback is None:
+                return
+            callback()
+            # No reference is kept while the thread waits: Ray's objects in it would be freed only at the next one.
+            del callback
+            if time.monotonic() - checked >= _TICK_S:
+                self._check()
+                checked = time.monotonic()
+
+    def _next(self, timeout_s: float) -> Callable[[], object] | None:
+        try:
+            return self._queue.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return _nothing
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,596 @@
+"""`Client`: a driver's end of a group: it submits calls to the controller, and follows the group's state."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from raysharding.batch import RankBatch
+from raysharding.config import Timeouts
+from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError
+from raysharding.group.calls.call import Call, Collect, collect_all, collect_rank0
+from raysharding.group.calls.callback_thread import CallbackThread, refuse_to_wait
+from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
+from raysharding.group.calls.outcomes import raised_by
+from raysharding.group.calls.pending_saves import PendingSaves
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, head_address, ray_session, tell
+from raysharding.group.messages import (
+    COMMAND_BYTES,
+    Attached,
+    GroupState,
+    Interrupted,
+    Item,
+    Joint,
+    Outcome,
+    Packed,
+    Part,
+    ProbeReplies,
+    Sent,
+    Snapshot,
+    Submission,
+    broken,
+    closed,
+    lines_after,
+    pack_batches,
+    pack_same,
+)
+from raysharding.group.ranks import RankInfo
+
+_WATCH_S = 4.0
+_SILENT_S = 10.0
+"""Silence of the controller, beyond its answer's due time, after which this driver ends it."""
+_ANSWER_S = 30.0
+_RELEASE_S = 40.0
+_KILL_S = 3.0
+_RENEWALS = 3
+_MAX_BYTES = 256 << 20
+
+
+class Client:
+    """A driver's end of a group. Thread-safe."""
+
+    def __init__(
+        self, controller: Any, name: str, timeouts: Timeouts, max_output_bytes: int, *, is_named: bool
+    ) -> None:
+        """Begin without a connection; `attach` connects.
+
+        Args:
+            controller: Handle of the group's controller.
+            name: Name of the group in errors.
+            timeouts: Deadlines.
+            max_output_bytes: Largest result of one rank, in bytes.
+            is_named: True if the group outlives this driver.
+        """
+        self.controller = controller
+        self.name = name
+        self.timeouts = timeouts
+        self.max_output_bytes = max_output_bytes
+        self.is_named = is_named
+        self.key = secrets.token_hex(8)
+        """Identifies this driver at the controller."""
+        self.pending = PendingSaves(self.saved_bytes)
+        """Saves in the background."""
+        self.where = "?"
+        """Node and process of the controller, for errors."""
+        self._session = ray_session()
+        self._snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
+        self._lost: GroupError | None = None
+        self._next_number = 0
+        self._calls: dict[int, tuple[Call, int]] = {}
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._submitting = threading.Lock()
+        self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
+        self._told = 0
+        self._gcs = GcsMonitor(head_address())
+        self._thread = CallbackThread(f"calls of {name}", self._check)
+        atexit.register(self._thread.stop)
+
+    def attach(self, within_s: float = _ANSWER_S) -> Attached:
+        """Connect this driver to the controller, and begin to follow the group.
+
+        Args:
+            within_s: Deadline; the controller's process may have to start.
+
+        Raises:
+            GroupError: The controller is gone, or does not answer.
+        """
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        attached: Attached = self.ask("attach", self.key, label, owned, within_s=within_s)
+        self.where = attached.where
+        self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
+        self._snapshot = attached.snapshot
+        self._next_number = 0
+        self._thread.call(self._watch)
+        return attached
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Where each rank runs, by rank."""
+        return self._snapshot.ranks
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What this driver last heard of the group."""
+        return self._snapshot
+
+    @property
+    def state(self) -> GroupState:
+        """State of the group: BUSY while a call of this driver runs or is queued."""
+        if self._lost is not None and self._snapshot.state is not GroupState.CLOSED:
+            return GroupState.BROKEN
+        state = self._snapshot.state
+        return GroupState.BUSY if state is GroupState.READY and self._calls else state
+
+    @property
+    def cause(self) -> GroupError | None:
+        """The error that broke the group."""
+        return self._lost or self._snapshot.cause
+
+    def refuse_if_unusable(self) -> None:
+        """Raise the error of a call on a broken or closed group.
+
+        Raises:
+            GroupBrokenError: The group is broken (with the cause), or shut down.
+        """
+        if self._snapshot.state is GroupState.CLOSED:
+            raise closed(self.name)
+        if (cause := self.cause) is not None:
+            raise broken(self.name, cause)
+
+    def submit_batches(
+        self,
+        method: str,
+        batches: Sequence[RankBatch],
+        *extra: Any,
+        collect: Collect,
+        as_refs: bool = False,
+        **options: Any,
+    ) -> Call:
+        """Submit a command with a batch per rank, under `Timeouts.call_s`.
+
+        Args:
+            method: Name of the command, whose first argument is the batch.
+            batches: Batches, by rank.
+            extra: Arguments that follow the batch, the same on every rank.
+            collect: Makes the result.
+            as_refs: True to leave the results in the object store as plain objects.
+            options: Other fields of `Submission`.
+        """
+        self._refuse()
+        if len(batches) != len(self.ranks):
+            raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
+        values = (value for one in batches for value in (*one.wrapped_args, *one.wrapped_kwargs.values()))
+        if any(isinstance(value, ray.ObjectRef) for value in values):
+            # Shorter than the call's deadline, after which ranks that still wait would count as hung.
+            batches = [replace(batch, fetch_s=self.timeouts.call_s / 2) for batch in batches]
+        args, shared = pack_batches(method, batches, *extra)
+        options |= {"output": "ref" if as_refs else "value", "max_output_bytes": self.max_output_bytes}
+        parts = (args,) if isinstance(args, Packed) else tuple(args)
+        return self._submit(method, parts, shared, self.timeouts.call_s, collect, options)
+
+    def submit_same(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        collect: Collect = collect_rank0,
+        is_last: bool = False,
+        keep_step: Callable[[Sent], None] | None = None,
+        **options: Any,
+    ) -> Call:
+        """Submit a command with the same arguments on every rank.
+
+        Args:
+            method: Name of the command.
+            args: Its arguments.
+            deadline_s: Deadline, in seconds. Default `Timeouts.call_s`.
+            collect: Makes the result. Default: the value of rank 0.
+            is_last: True if the command cleans up after a failure: it does not raise the error of a failed save.
+            keep_step: Takes rank 0's value of each step of a command with several steps, on a thread.
+            options: Other fields of `Submission`.
+        """
+        if not is_last:
+            self._refuse()
+        if keep_step is not None:
+            options |= {"takes_steps": True, "hands_on_steps": True}
+        deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
+        call = self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options)
+        if keep_step is not None:
+            threading.Thread(target=call.take_items, args=(keep_step,), name=f"take {method}", daemon=True).start()
+        return call
+
+    def submit_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
+    ) -> Call:
+        """Submit a command with different arguments for each rank.
+
+        Args:
+            method: Name of the command.
+            args: Arguments, by rank.
+            deadline_s: Deadline, in seconds.
+            collect: Makes the result. Default: the value of rank 0.
+        """
+        return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
+
+    def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
+        """Call a method of the controller and wait for its result; see `finish`."""
+        return self.finish(self.begin(method, *args), within_s=within_s)
+
+    def begin(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call a method of the controller; `finish` returns its result."""
+        self._require_ray()
+        ref: ray.ObjectRef = getattr(self.controller, method).remote(*args)
+        return ref
+
+    def finish(self, ref: ray.ObjectRef, *, within_s: float | None) -> Any:
+        """Wait for the result of a method of the controller.
+
+        Args:
+            ref: What `begin` returned.
+            within_s: Deadline; `None`: the method has its own, and this driver notices the loss of the controller.
+
+        Raises:
+            GroupError: The controller is gone, or does not answer in time.
+            Exception: What the method raised.
+        """
+        try:
+            return ray.get(ref, timeout=within_s)
+        except ray.exceptions.GetTimeoutError:
+            what = f"{self.name}: its controller ({self.where}) does not answer within {within_s:g} s"
+            raise CallTimeoutError(what) from None
+        except ray.exceptions.RayActorError as error:
+            raise self._controller_died(error) from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+
+    def probe(self, method: str, *args: Any, within_s: float, ranks: Sequence[int] | None = None) -> ProbeReplies:
+        """Call a control method on ranks, also while they run a command."""
+        replies: ProbeReplies = self.ask("probe", method, args, within_s, ranks, within_s=within_s + _ANSWER_S)
+        return replies
+
+    def tell_ranks(self, method: str, *args: Any) -> None:
+        """Call a control method on all ranks without waiting; after the end of Ray nothing happens."""
+        if self.has_ray():
+            self.controller.probe.remote(method, args, _ANSWER_S)
+
+    def release_claim(self, key: str) -> None:
+        """End a claim, without waiting."""
+        if self.has_ray() and self._snapshot.state is not GroupState.CLOSED:
+            self.controller.release_claim.remote(key)
+
+    def refresh(self) -> Snapshot:
+        """Ask for the group's snapshot now."""
+        self._take(self.ask("watch", self.key, -1, 0.0))
+        return self._snapshot
+
+    def saved_bytes(self) -> dict[str, int]:
+        """Return the bytes written so far of each save in the background that has not ended, by token."""
+        if self.cause is not None or self._snapshot.state is GroupState.CLOSED:
+            return {}
+        written: dict[str, int] = self.ask("saved_bytes")
+        return written
+
+    def has_ray(self) -> bool:
+        """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""
+        return ray_session() == self._session
+
+    def interrupt_soon(self, source: str) -> Stopping:
+        """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
+
+        Returns:
+            A future that completes when the call of this driver that ran has ended, with the number of cancelled calls.
+        """
+        stopping = Stopping()
+        # A signal handler must not wait, nor take a lock that the main thread may hold.
+        threading.Thread(target=self._interrupt, args=(source, stopping), name="interrupt", daemon=True).start()
+        return stopping
+
+    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
+        """Wait for the end of the call that ran at an interrupt; the deadline of the call bounds the wait.
+
+        Raises:
+            TimeoutError: `timeout_s` passed, and the call still runs.
+        """
+        if not concurrent.futures.wait([stopping], timeout_s).done:
+            raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
+
+    def abandon_soon(self, reason: str) -> None:
+        """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
+        self._thread.call(lambda: self.has_ray() and self.controller.stop.remote(reason))
+
+    def tell_soon(self, line: str) -> None:
+        """Write a line to stderr on another thread, for a signal handler, which must not."""
+        self._thread.call(partial(tell, line))
+
+    def shutdown(self) -> None:
+        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent."""
+        try:
+            if self.has_ray() and self._snapshot.state is not GroupState.CLOSED:
+                self.ask("shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S)
+        except GroupError:
+            pass  # it is gone, or is ended below
+        finally:
+            self._end_controller(for_good=True)
+            self._close()
+
+    def detach(self) -> None:
+        """Leave the group to its other drivers."""
+        if self.has_ray():
+            self.controller.detach.remote(self.key)
+        self._close()
+
+    def dropped_soon(self) -> None:
+        """Handle the loss of the last reference to the group: shut it down, unless it has a name."""
+        self._thread.call(self._drop)
+
+    def _drop(self) -> None:
+        if self.is_named:
+            self.detach()
+        elif self.has_ray():
+            self.controller.shutdown.remote(f"{self.name} was dropped")
+            self._close()
+
+    def _close(self) -> None:
+        self._take(replace(self._snapshot, state=GroupState.CLOSED, version=self._snapshot.version))
+        self._fail_calls(closed(self.name))
+        self._thread.stop()
+        atexit.unregister(self._thread.stop)
+
+    def _refuse(self) -> None:
+        """Raise if the group is unusable or a save in the background has failed."""
+        self.refuse_if_unusable()
+        self.pending.raise_failed()
+
+    def _submit(
+        self,
+        method: str,
+        parts: tuple[Packed, ...],
+        shared: Packed | None,
+        deadline_s: float,
+        collect: Collect,
+        options: dict[str, Any],
+    ) -> Call:
+        """Put large arguments into the object store, and send the call to the controller."""
+        num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
+        self._wait_for_room(method, num_bytes)
+        self._require_ray()
+        try:
+            stored = tuple(map(_stored, parts))
+            submission = Submission(
+                method, stored, deadline_s, shared=None if shared is None else _stored(shared), **options
+            )
+        except ray.exceptions.RayError as error:
+            raise GroupError(f"cannot store the arguments of {method}: {error}") from error
+        call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
+        with MaskedInterrupts(), self._submitting:
+            self.refuse_if_unusable()
+            self._send(call, self.controller.submit.remote(self.key, self._next_number, submission), num_bytes)
+        return call
+
+    def submit_pair(
+        self, other: Client, method: str, args: tuple[Any, Any], key: str, refused_beside: Mapping[str, str]
+    ) -> tuple[Call, Call]:
+        """Submit a call of this group that runs together with one of another; see `controller/copy_pair.py`.
+
+        Args:
+            other: The other group.
+            method: Name of the command.
+            args: Its argument here and there, the same on every rank of a group.
+            key: Identifies the pair.
+            refused_beside: See `Submission`; of the other group's part.
+        """
+        clients = self, other
+        calls = [Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in clients]
+        parts = [(pack_same(method, arg),) for arg in args]
+        leads = actor_id(self.controller) < actor_id(other.controller)
+        leader, follower = (0, 1) if leads else (1, 0)
+        first, second = clients[leader], clients[follower]
+        with MaskedInterrupts(), first._submitting, second._submitting:
+            for one in clients:
+                one._refuse()
+            number, there = first._next_number, second._next_number
+            joints = (
+                Joint(key, second.controller, second.name, True, second.key, there),
+                Joint(key, first.controller, first.name, False),
+            )
+            beside = [{}, refused_beside]
+            own, its = (
+                Submission(method, parts[at], one.timeouts.call_s, joint=joint, refused_beside=beside[at])
+                for at, one, joint in zip((leader, follower), (first, second), joints, strict=True)
+            )
+            refs = (
+                first.controller.submit.remote(first.key, number, replace(own, other=its)),
+                second.controller.outcome.remote(second.key, there),
+            )
+            for one, at, ref in ((first, leader, refs[0]), (second, follower, refs[1])):
+                one._send(calls[at], ref, 0)
+        return calls[0], calls[1]
+
+    def _send(self, call: Call, ref: ray.ObjectRef, num_bytes: int) -> None:
+        """Note a call that was sent with the next number; the lock is held."""
+        number = self._next_number
+        self._next_number += 1
+        call.number, call.outcome = number, ref
+        with self._changed:
+            self._calls[number] = call, num_bytes
+            self._num_bytes += num_bytes
+        ref.future().add_done_callback(lambda ended: self._thread.call(partial(self._on_outcome, number, ended)))
+
+    def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
+        """Ask for one part of a call's result; see `RunningCall.item`."""
+        self._require_ray()
+        future: concurrent.futures.Future[Item] = self.controller.item.remote(self.key, number, index).future()
+        return future
+
+    def progress(self, number: int) -> tuple[int, int]:
+        """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
+        try:
+            done: tuple[int, int] = self.ask("progress", self.key, number)
+        except GroupError:
+            return 0, 0  # the call itself raises it
+        return done
+
+    def _wait_for_room(self, method: str, num_bytes: int) -> None:
+        """Wait while the arguments of calls that have not ended take more than 256 MiB."""
+        if self._num_bytes < _MAX_BYTES:
+            return
+        refuse_to_wait(f"{method}.remote(), while the arguments of calls take {self._num_bytes} bytes")
+        with DeferredInterrupts(self), self._changed:
+            self._changed.wait_for(lambda: self._num_bytes < _MAX_BYTES or self.cause is not None)
+
+    def _on_outcome(self, number: int, ended: concurrent.futures.Future[Outcome]) -> None:
+        """Handle the end of a call, on the callback thread."""
+        error = ended.exception()
+        if error is None:
+            self._end(number, ended.result())
+        elif isinstance(error, ray.exceptions.RayActorError):
+            self._on_controller_lost(self._controller_died(error))
+        else:
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            known = (
+                cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
+            )
+            self._end(number, Outcome(error=known))
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        with self._changed:
+            call, num_bytes = self._calls.pop(number, (None, 0))
+            self._num_bytes -= num_bytes
+            self._changed.notify_all()
+        if outcome.snapshot is not None:
+            self._take(outcome.snapshot)
+        if call is None:
+            return  # it has ended with the group
+        for rank, sent in enumerate(outcome.sent):
+            call.rank_finished(rank, sent)
+        call.follows = outcome.follows
+        call.end(raised_by(outcome))
+
+    def _fail_calls(self, error: GroupError) -> None:
+        for number in list(self._calls):
+            self._end(number, Outcome(error=error))
+
+    def _watch(self) -> None:
+        """Ask for the next snapshot, on the callback thread."""
+        if self._snapshot.state is GroupState.CLOSED or not self.has_ray():
+            return
+        lease_s = self.timeouts.lease_s
+        wait_s = _WATCH_S if lease_s is None else min(_WATCH_S, lease_s / _RENEWALS)
+        future = self.controller.watch.remote(self.key, self._snapshot.version, wait_s).future()
+        self._watching = time.monotonic() + wait_s + _SILENT_S, future
+        future.add_done_callback(lambda ended: self._thread.call(partial(self._on_snapshot, ended)))
+
+    def _on_snapshot(self, ended: concurrent.futures.Future[Snapshot]) -> None:
+        if self._watching is None or ended is not self._watching[1]:
+            return  # of before a reconnection
+        self._watching = None
+        error = ended.exception()
+        if error is None:
+            self._take(ended.result())
+            self._watch()
+        elif isinstance(error, ray.exceptions.RayActorError):
+            self._on_controller_lost(self._controller_died(error))
+        else:
+            self._on_controller_lost(GroupError(f"{self.name}: its controller failed: {error}"))
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Take what the controller says of the group; replies do not arrive in order."""
+        if snapshot.version < self._snapshot.version:
+            return
+        self._snapshot = snapshot
+        for number, line in lines_after(snapshot.notes, self._told):
+            tell(line)
+            self._told = number
+        self.pending.note(snapshot.ended_saves)
+        if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
+            self.pending.lose(self.cause or closed(self.name))
+
+    def _check(self) -> None:
+        """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
+        if self._lost is not None or self._snapshot.state is GroupState.CLOSED:
+            return
+        if not self.has_ray():
+            lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
+            self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
+        elif self._gcs.seconds_silent() > GCS_GONE_S:
+            self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
+        elif self._watching is not None and time.monotonic() > self._watching[0]:
+            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended"
+            self._watching = None
+            self._end_controller(for_good=False)
+            self._on_controller_lost(GroupError(what))
+
+    def _on_controller_lost(self, error: GroupError) -> None:
+        """Break the group, and connect to the controller that Ray starts in the place of the lost one."""
+        if self._lost is not None or self._snapshot.state is GroupState.CLOSED:
+            return
+        self._lose(error)
+        threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
+
+    def _reconnect(self, error: GroupError) -> None:
+        try:
+            attached = self.attach()
+        except RayshardingError:
+            return  # it is gone for good: the group stays BROKEN by its loss
+        if attached.spec is not None:  # else it was lost before the group was READY
+            self._lost = None
+            if attached.snapshot.state is GroupState.BROKEN:
+                self._take(replace(attached.snapshot, cause=error))
+
+    def _lose(self, error: GroupError) -> None:
+        self._lost = error
+        self._fail_calls(error)
+        self.pending.lose(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _controller_died(self, error: BaseException) -> GroupError:
+        first = " ".join(str(error).split())[:600]
+        return GroupError(f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}")
+
+    def _require_ray(self) -> None:
+        """Raise instead of a call that would start Ray anew."""
+        if not self.has_ray():
+            raise GroupBrokenError(f"{self.name} is broken and refuses calls: Ray was shut down under the group")
+
+    def _end_controller(self, *, for_good: bool) -> None:
+        """Kill the controller's process; without its GCS Ray waits for a minute."""
+        if self.has_ray():
+            kill = partial(ray.kill, self.controller, no_restart=for_good)
+            killing = threading.Thread(target=kill, name="end controller", daemon=True)
+            killing.start()
+            killing.join(_KILL_S)
+
+    def _interrupt(self, source: str, stopping: Stopping) -> None:
+        try:
+            found: Interrupted = self.ask("interrupt", self.key, source or "interrupt()")
+        except (RayshardingError, ray.exceptions.RayError):
+            stopping.set_result(0)
+            return
+        if source and found.running is not None:
+            tell(
+                f"{source}: {self.name} stops when the running {found.running} has ended (deadline in "
+                f"{found.left_s:.0f} s); queued calls cancelled: {found.num_cancelled}; once more stops the ranks now, "
+                "and their weights are lost"
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: not self._calls)
+        stopping.set_result(found.num_cancelled)
+
+
+def _stored(part: Packed) -> Part:
+    return ray.put(part) if part.refs or part.num_bytes > COMMAND_BYTES else part

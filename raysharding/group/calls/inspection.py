@@ -1,0 +1,75 @@
+"""What ranks do, hold and have printed: `rank_statuses`, `read_log`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysharding.errors import GroupError
+from raysharding.group.calls.client import Client
+from raysharding.group.cluster import own_node_id
+
+STATUS_S = 2.0
+"""Deadline of the ranks' replies to `rank_statuses`, in seconds."""
+_READ_S = 30.0
+_MAX_TAIL_BYTES = 1 << 20
+
+
+def rank_statuses(client: Client) -> list[dict[str, Any]]:
+    """Return by rank the items of `Worker.status`, where the rank runs, and `answers`: True if it answered in time."""
+    statuses = client.probe("status", within_s=STATUS_S).replies
+    return [
+        # The controller reports a rank that is dead or stopped.
+        {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}
+        | {"answers": info.rank in statuses}
+        for info in client.ranks
+    ]
+
+
+def read_log(client: Client, rank: int, num_lines: int) -> str:
+    """Return the last lines of a rank's stdout and stderr, from Ray's log files on its node. The rank may be dead.
+
+    Args:
+        client: The group.
+        rank: The rank.
+        num_lines: Number of lines of each.
+
+    Raises:
+        GroupError: The node is gone, does not answer within 30 s, or Ray was shut down.
+    """
+    if not client.has_ray():
+        raise GroupError("Ray was shut down, which knows where the logs are")
+    snapshot = client.snapshot
+    info, log_paths = snapshot.ranks[rank], snapshot.log_paths[rank]
+    if not log_paths:
+        return "Ray keeps no log files of this rank\n"
+    if info.node_id == own_node_id():
+        return _tails(log_paths, num_lines)
+    # A task on the node, because the rank may be dead or stopped.
+    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+    reading = ray.remote(_tails).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    try:
+        text: str = ray.get(reading.remote(log_paths, num_lines), timeout=_READ_S)
+    except ray.exceptions.RayError as error:
+        raise GroupError(f"cannot read the log of rank {rank} on node {info.node_ip}: {error}") from error
+    return text
+
+
+def _tails(paths: Sequence[str], num_lines: int) -> str:
+    return "".join(f"== {path}\n{_tail(path, num_lines)}" for path in paths)
+
+
+def _tail(path: str, num_lines: int) -> str:
+    try:
+        with open(path, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(0, end - _MAX_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return f"cannot be read: {error.strerror}\n"
+    lines = text.splitlines()[-num_lines:]
+    return "".join(f"{line}\n" for line in lines)

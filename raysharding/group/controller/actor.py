@@ -1,0 +1,598 @@
+"""`GroupController`: the actor that owns a group's ranks, runs its calls and judges their failures.
+
+One controller is one group: name → controller → placement group and ranks. Drivers come and go. It imports no torch, so
+that it starts in a second; tensors do not pass through it. Nothing on its event loop blocks: what waits for Ray (kills,
+placement, the internal KV) runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
+from raysharding.group.cluster import delete_record, name_log_lines, read_record, remove_placement_groups, write_record
+from raysharding.group.controller import failures
+from raysharding.group.controller.background_saves import BackgroundSaves
+from raysharding.group.controller.call_metrics import CallMetrics
+from raysharding.group.controller.copy_pair import CopyPair
+from raysharding.group.controller.drivers import Driver, Drivers
+from raysharding.group.controller.files import GroupFiles
+from raysharding.group.controller.look import all_stacks
+from raysharding.group.controller.members import Ranks, start
+from raysharding.group.controller.queue import CallQueue, QueuedCall
+from raysharding.group.controller.running_call import RunningCall, Verdict
+from raysharding.group.controller.start import reserve_for, start_ranks
+from raysharding.group.controller.state import GroupStatus
+from raysharding.group.messages import (
+    Attached,
+    BegunSave,
+    FilesRecord,
+    GroupState,
+    Interrupted,
+    Item,
+    Outcome,
+    Packed,
+    ProbeReplies,
+    Snapshot,
+    Started,
+    StartPlan,
+    Submission,
+    closed,
+    pack_same,
+)
+
+_TICK_S = 1.0
+_LEAVE_S = 2.0
+_KV_S = 20.0
+_NUM_NOTES = 100
+_EXIT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a controller is told once, and again when Ray restarts it."""
+
+    title: str
+    """The group's name in errors, logs and metrics."""
+    key: str
+    """Key of the group's record, and of its placement group."""
+    is_named: bool
+    """True if the group outlives its driver once it is READY."""
+    origin: str
+    """Files that the group is made from."""
+    lease_s: float | None
+    """See `Timeouts`."""
+    drain_s: float
+    """See `Timeouts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """What outlives the controller's process, in Ray's internal KV."""
+
+    files: FilesRecord
+    """Files that hold the model."""
+    spec: Packed
+    """The `GroupSpec`, with the optimizer's factory that was set last."""
+    loaded: Packed
+    """What the load has found."""
+
+
+class GroupController:
+    """See the module. "Driver" in arguments: the key of a driver that has called `attach`."""
+
+    def __init__(self, identity: Identity) -> None:
+        """Begin as STARTING, or as BROKEN in a process that replaces one that has died.
+
+        Args:
+            identity: The group.
+        """
+        name_log_lines(f"controller ({identity.title})")
+        self._identity = identity
+        self._record: GroupRecord | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
+            self._record = read_record(identity.key)
+        self._ranks: Ranks | None = None
+        self._is_open = False
+
+    async def attach(self, driver: str, label: str, owned: Sequence[ray.ObjectRef]) -> Attached:
+        """Add a driver.
+
+        Args:
+            driver: Its random key.
+            label: Where it runs, for errors.
+            owned: One result of `never`, which the driver's process owns: Ray reports the end of the owner.
+        """
+        self._open()
+        self._drivers.add(driver, label, owned)
+        record = self._record
+        spec, loaded = (None, None) if record is None else (record.spec, record.loaded)
+        where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        return Attached(self._snapshot(), spec, loaded, where)
+
+    async def never(self) -> None:
+        """Run until the controller ends."""
+        await asyncio.Event().wait()
+
+    async def detach(self, driver: str) -> None:
+        """Forget a driver, and drop its calls that have not begun."""
+        self._drivers.remove(driver)
+
+    async def watch(self, driver: str, version: int, wait_s: float) -> Snapshot:
+        """Return the group's snapshot when it differs from a version, or after `wait_s`; renews the lease."""
+        self._drivers.heard(driver)
+        if version == self._version:
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), wait_s)
+        return self._snapshot()
+
+    async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
+        """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
+        self._status.begin(driver)
+        self._bump()
+        loop = asyncio.get_running_loop()
+
+        def tell(line: str) -> None:
+            loop.call_soon_threadsafe(self._note, line)
+
+        reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell)
+        try:
+            members, started = await asyncio.to_thread(start_ranks, plan, reservation)
+        except BaseException:
+            if reservation is not None:
+                await asyncio.to_thread(reservation.release)
+            raise
+        self._ranks = Ranks(members, reservation, self._on_death)
+        if not self._status.is_usable:  # stopped meanwhile
+            await self._ranks.stop()
+            raise self._status.refusal(driver) or GroupError(f"{self._identity.title}: stopped while its ranks started")
+        self._bump()
+        return started
+
+    async def ready(self, spec: Packed, loaded: Packed, reloaded: str | None) -> None:
+        """Leave STARTING.
+
+        Args:
+            spec: See `GroupRecord`.
+            loaded: See `GroupRecord`.
+            reloaded: Path or URI of the files that a restart has loaded, if not those of before.
+        """
+        if reloaded is not None:
+            self._files.reloaded(reloaded)
+        self._record = GroupRecord(self._files.record, spec, loaded)
+        await self._write()
+        self._status.ready()
+        self._bump()
+
+    async def update(self, spec: Packed) -> None:
+        """Replace the spec that a restart uses."""
+        assert self._record is not None, "the group was READY"
+        self._record = replace(self._record, spec=spec)
+        await self._write()
+
+    async def submit(self, driver: str, number: int, submission: Submission) -> Outcome:
+        """Run a call, after those that were accepted before it; return how it ended.
+
+        Args:
+            driver: Its driver.
+            number: Its place among the driver's calls, from 0.
+            submission: The call.
+        """
+        call = await self._accept(driver, number, submission)
+        try:
+            return await call.ended
+        finally:
+            self._calls.pop((driver, number), None)
+
+    async def submit_follower(self, driver: str, number: int, submission: Submission) -> None:
+        """Queue a call that begins together with one of another group, whose controller asks for it."""
+        await self._accept(driver, number, submission)
+
+    async def outcome(self, driver: str, number: int) -> Outcome:
+        """Return how a call ended that another controller has queued."""
+        known = self._drivers[driver]
+        await self._drivers.turn(known, number + 1)
+        call = self._calls.get((driver, number))
+        if call is None:
+            return Outcome(error=closed(self._identity.title))
+        return await call.ended
+
+    async def copy_is_ready(self, key: str) -> tuple[bool, str]:
+        """Wait until both calls of a pair are at the head of their queues; return if they begin, or why not."""
+        pair = self._pairs.get(key)
+        if pair is None:
+            return False, "the copy was withdrawn"
+        return await pair.other_is_ready(), pair.why
+
+    async def copy_ended(self, key: str) -> str:
+        """Wait for the end of a follower's call; return its error, for a leader that has not begun."""
+        call = next((one for one in self._calls.values() if one.pair is not None and one.pair.joint.key == key), None)
+        if call is None:
+            return "it is not queued"
+        error = (await call.ended).error
+        return "" if error is None else error.message
+
+    async def item(self, driver: str, number: int, index: int) -> Item:
+        """Wait for one part of a call's result; see `RunningCall.item`."""
+        call = self._calls.get((driver, number))
+        while call is not None and call.running is None and not call.ended.done():
+            await asyncio.wait([call.ended, start(self._began.wait())], return_when=asyncio.FIRST_COMPLETED)
+        return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
+
+    async def progress(self, driver: str, number: int) -> tuple[int, int]:
+        """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
+        call = self._calls.get((driver, number))
+        return (0, 0) if call is None or call.running is None else call.running.progress
+
+    async def interrupt(self, driver: str, source: str) -> Interrupted:
+        """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
+
+        Args:
+            driver: The driver.
+            source: What interrupts, for the error.
+        """
+        known = self._drivers[driver]
+        if self._status.state is GroupState.STARTING and self._status.maker == driver:
+            self._break(GroupError(f"{self._identity.title} was stopped by {source} ({self._doing()})"))
+        what = f"{source} cancelled the call before any rank of {self._identity.title} began it"
+        num_cancelled = self._queue.cancel(Outcome(error=CallCancelledError(what)), known)
+        current = self._queue.current
+        if current is None or current.driver is not known or current.running is None:
+            return Interrupted(num_cancelled, None, 0.0)
+        left_s = max(0.0, current.running.deadline - time.monotonic())
+        return Interrupted(num_cancelled, current.submission.method, left_s)
+
+    async def stop(self, reason: str) -> None:
+        """Stop the ranks, also in a call: the group is BROKEN."""
+        if self._status.is_usable:
+            self._break(GroupError(f"{self._identity.title} was stopped by {reason} ({self._doing()})"))
+
+    async def begin_restart(self, driver: str) -> FilesRecord:
+        """Stop what is left of the ranks, and let a driver make the group again.
+
+        Raises:
+            GroupBrokenError: The group is shut down, or another driver makes it.
+        """
+        refused = self._status.refusal(driver)
+        if refused is not None and self._status.state is not GroupState.BROKEN:
+            raise refused
+        if self._status.is_usable:
+            self._break(GroupError(f"{self._identity.title}: is being restarted"))
+        if self._ranks is not None:
+            await self._ranks.stop()
+        self._status.begin(driver)
+        self._bump()
+        return self._files.record
+
+    async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
+        """Note how saves ended whose ranks are gone; see `GroupFiles.settled`."""
+        self._files.settled(tokens, committed)
+        await self._write()
+        self._bump()
+        return self._files.record
+
+    async def give_up(self, driver: str, error: GroupError) -> None:
+        """End a restart that failed."""
+        if self._status.state is GroupState.STARTING and self._status.maker == driver:
+            self._break(error)
+
+    async def take_claim(self, driver: str, what: str, key: str) -> GroupError | None:
+        """Give a driver a claim; see `Drivers.take_claim`."""
+        return self._drivers.take_claim(self._drivers[driver], what, key)
+
+    async def release_claim(self, key: str) -> None:
+        """End a claim."""
+        self._drivers.release_claim(key)
+
+    async def probe(
+        self, method: str, args: Sequence[Any], within_s: float, ranks: Sequence[int] | None = None
+    ) -> ProbeReplies:
+        """Call a control method on ranks; see `Ranks.ask`."""
+        if self._ranks is None:
+            return ProbeReplies({}, {})
+        return await self._ranks.ask(method, *args, within_s=within_s, ranks=ranks)
+
+    async def stacks(self) -> dict[int, str]:
+        """Return the Python stacks of every rank."""
+        return {} if self._ranks is None else await all_stacks(self._ranks)
+
+    async def saved_bytes(self) -> dict[str, int]:
+        """Return the bytes written so far of each save in the background that has not ended, by token."""
+        return dict(self._saves.bytes_done)
+
+    async def shutdown(self, why: str) -> None:
+        """End the group for all drivers, and then this actor.
+
+        Args:
+            why: Message of the error of calls that have not ended.
+        """
+        if self._status.state is not GroupState.CLOSED:
+            was_idle = self._queue.current is None and self._status.is_usable
+            self._close(why)
+            if was_idle and self._ranks is not None:
+                await self._leave(self._ranks)
+        if self._ranks is not None:
+            await self._ranks.stop()
+        self._metrics.export(self._status.state)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(delete_record, self._identity.key), _KV_S)
+        start(self._exit())
+
+    def _open(self) -> None:
+        """Begin on the event loop, which the constructor does not run on."""
+        if self._is_open:
+            return
+        self._is_open = True
+        title = self._identity.title
+        self._status = GroupStatus(title)
+        self._drivers = Drivers(title, self._on_lost_driver)
+        self._files = GroupFiles(FilesRecord(self._identity.origin))
+        self._saves = BackgroundSaves(self._on_committed, self._bump)
+        self._metrics = CallMetrics(title)
+        self._calls: dict[tuple[str, int], QueuedCall] = {}
+        self._pairs: dict[str, CopyPair] = {}
+        self._notes: list[tuple[int, str]] = []
+        self._version = self._num_commands = 0
+        self._num_notes = 0
+        self._resets_next = False
+        self._changed, self._began = asyncio.Event(), asyncio.Event()
+        self._accepting = asyncio.Lock()
+        self._queue = CallQueue(self._run)
+        if self._record is not None:
+            self._files = GroupFiles(self._record.files)
+            self._status.ready()
+            self._status.fail(GroupError(f"{title}: its controller died, and the ranks with it"))
+        start(self._tick())
+
+    async def _accept(self, driver: str, number: int, submission: Submission) -> QueuedCall:
+        """Queue a call when those before it have arrived; a call that is refused has ended."""
+        known = self._drivers[driver]
+        is_known = await self._drivers.turn(known, number)
+        call = QueuedCall(known, submission)
+        if not is_known:
+            call.end(Outcome(error=GroupError("the driver has detached")))
+            return call
+        try:
+            async with self._accepting:
+                self._calls[driver, number] = call
+                await self._queue_call(call)
+        finally:
+            self._drivers.arrived(known)
+        return call
+
+    async def _queue_call(self, call: QueuedCall) -> None:
+        submission = call.submission
+        refused = self._refusal(call.driver, submission)
+        if refused is not None:
+            call.end(Outcome(error=refused))
+            return
+        joint = submission.joint
+        if joint is not None:
+            call.pair = self._pairs[joint.key] = CopyPair(joint)
+            call.ended.add_done_callback(lambda _: self._pairs.pop(joint.key, None))
+            if joint.is_leader:
+                assert submission.other is not None, "the leader queues both parts"
+                try:
+                    await joint.other.submit_follower.remote(joint.driver, joint.number, submission.other)
+                except ray.exceptions.RayError as error:
+                    call.pair.withdraw(str(error).partition("\n")[0])
+                call.pair.watch(joint.other.copy_ended.remote(joint.key))
+        if submission.opens_claim is not None:
+            self._drivers.take_claim(call.driver, *submission.opens_claim)
+        self._queue.add(call)
+
+    def _refusal(self, driver: Driver, submission: Submission) -> GroupError | None:
+        refused = self._status.refusal(driver.key)
+        if refused is not None:
+            return refused
+        return self._drivers.refusal(driver, submission.method, submission.refused_beside)
+
+    async def _run(self, call: QueuedCall) -> None:
+        """Run a call on the ranks, and end it. The queue calls it for one call after the other."""
+        begun = time.monotonic()
+        ranks, submission = self._ranks, call.submission
+        assert ranks is not None, "calls are accepted once there are ranks"
+        if self._status.state is GroupState.READY:
+            self._status.move(GroupState.BUSY)
+        try:
+            save, load = await self._begin_files(submission)
+            call.running = RunningCall(
+                submission,
+                ranks,
+                self._identity.title,
+                self._identity.drain_s,
+                self._resets_next,
+                self._num_commands + 1,
+            )
+            self._resets_next = False
+            self._wake_began()
+            for rank in sorted(ranks.dead):  # died between two calls
+                call.running.died(rank, GroupError("its process ended before the call began"), is_made=True)
+            verdict = await call.running.run()
+            self._num_commands = call.running.number
+            await self._end_files(submission, save, load, verdict, ranks)
+        except GroupError as error:
+            verdict = Verdict(Outcome(error=error))
+        except Exception as error:  # noqa: BLE001 - a fault of ours: without an end of the call every driver would hang
+            failed = GroupError(f"{self._identity.title}: the controller failed: {type(error).__name__}: {error}")
+            verdict = Verdict(Outcome(error=failed), broken_by=failed)
+            traceback.print_exc()
+        self._end_call(call, verdict)
+        self._metrics.call_ended(submission.method, time.monotonic() - begun)
+
+    def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
+        self._resets_next = verdict.resets_next
+        if verdict.broken_by is not None and self._status.is_usable:
+            self._break(verdict.broken_by, but=call)
+        elif self._status.state is GroupState.BUSY and len(self._queue) == 1:
+            self._status.move(GroupState.READY)
+        if call.submission.ends_claim is not None:
+            self._drivers.release_claim(call.submission.ends_claim)
+        changed = verdict.outcome.error is not None or call.submission.save is not None
+        call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
+
+    async def _begin_files(self, submission: Submission) -> tuple[BegunSave | None, int]:
+        """Number a save or load in the order in which the ranks run them; the record of a save comes before it."""
+        if submission.save is not None:
+            save = self._files.begin_save(submission.save)
+            await self._write()
+            return save, save.number
+        return None, self._files.begin_load() if submission.loads is not None else 0
+
+    async def _end_files(
+        self, submission: Submission, save: BegunSave | None, load: int, verdict: Verdict, ranks: Ranks
+    ) -> None:
+        if verdict.outcome.error is not None:
+            return
+        if save is not None and submission.is_async_save:
+            number = verdict.outcome.sent[0]
+            assert isinstance(number, Packed), "a small int"
+            self._saves.follow(save, number.unpack(), ranks)
+        elif save is not None:
+            await self._on_committed(save)
+        elif submission.loads is not None:
+            self._files.loaded(submission.loads, load, keeps_adapters=verdict.keeps_adapters)
+            await self._write()
+
+    async def _on_committed(self, save: BegunSave) -> None:
+        self._files.committed(save)
+        self._bump()
+        await self._write()
+
+    def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
+        if ranks is not self._ranks or ranks.is_stopping or not self._status.is_usable:
+            return
+        current = self._queue.current
+        if current is not None and current.running is not None:
+            current.running.died(rank, error, is_made=self._status.was_ready)
+            return
+        seen = failures.saw_death(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
+        self._break(failures.judge([seen], self._identity.title, timed_out=False))
+
+    def _on_lost_driver(self, driver: Driver) -> None:
+        error = GroupError(f"its driver ({driver.label}) has ended")
+        self._queue.cancel(Outcome(error=error), driver)
+        current = self._queue.current
+        if current is not None and current.driver is driver and current.running is not None:
+            current.running.drop_items()
+        is_made_by = self._status.state is GroupState.STARTING and self._status.maker in (driver.key, None)
+        if is_made_by or not self._identity.is_named:
+            start(self.shutdown(f"{self._identity.title}: {error}"))
+
+    def _break(self, error: GroupError, but: QueuedCall | None = None) -> None:
+        """Enter BROKEN: fail the running call and those that wait, and stop all ranks.
+
+        Args:
+            error: The cause.
+            but: A call that ends by itself.
+        """
+        self._status.fail(error)
+        if self._ranks is not None:
+            self._ranks.stop()
+        self._drivers.end_accumulation()
+        self._bump()
+        snapshot, current = self._snapshot(), self._queue.current
+        if current is not None and current is not but:
+            current.end(Outcome(error=error, snapshot=snapshot))
+        refused = self._status.refusal("")
+        assert refused is not None, "it is BROKEN"
+        self._queue.cancel(Outcome(error=refused, snapshot=snapshot))
+
+    def _close(self, why: str) -> None:
+        self._status.move(GroupState.CLOSED)
+        outcome = Outcome(error=GroupBrokenError(why))
+        if self._queue.current is not None:
+            self._queue.current.end(outcome)
+        self._queue.cancel(outcome)
+        self._bump()
+
+    async def _leave(self, ranks: Ranks) -> None:
+        """Let idle ranks leave the process group, for at most 2 s."""
+        closing = Submission("close", (pack_same("close"),), _LEAVE_S)
+        await RunningCall(closing, ranks, self._identity.title, 0.0, False, self._num_commands + 1).run()
+
+    async def _exit(self) -> None:
+        """End this process after the replies that are under way; Ray does not restart it."""
+        await asyncio.sleep(_EXIT_S)
+        killing = start(asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor))
+        await asyncio.wait([killing], timeout=_KV_S)
+        os._exit(1)  # without its GCS Ray kills nothing
+
+    async def _write(self) -> None:
+        """Keep the group's record; while the group is made for the first time there is none."""
+        if self._record is None:
+            return
+        self._record = replace(self._record, files=self._files.record)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(write_record, self._identity.key, self._record), _KV_S)
+        except TimeoutError:
+            what = f"{self._identity.title}: the GCS did not take the group's record within {_KV_S:g} s"
+            raise GroupError(f"{what}: is it restarting? Call again when it answers") from None
+
+    async def _tick(self) -> None:
+        """Export the metrics, and end the group when no driver has renewed its lease."""
+        lease_s, last = self._identity.lease_s, time.monotonic()
+        stalled_s = 0.0
+        while self._status.state is not GroupState.CLOSED:
+            await asyncio.sleep(_TICK_S if lease_s is None else min(_TICK_S, lease_s / 20))
+            now = time.monotonic()
+            # Time in which this process did not run counts as two ticks: polls of that time are in its queue.
+            stalled_s += max(0.0, now - last - 2 * _TICK_S)
+            last = now
+            if self._metrics.is_due():
+                self._metrics.export(self._status.state)
+            silent_s = self._drivers.seconds_silent()
+            stalled_s = min(stalled_s, silent_s)
+            if lease_s is not None and silent_s - stalled_s > lease_s:
+                why = f"no driver has renewed the lease of {lease_s:g} s of {self._identity.title}"
+                self._note(why)
+                await self.shutdown(why)
+
+    def _doing(self) -> str:
+        current = self._queue.current
+        return "idle" if current is None else f"in {current.submission.method}"
+
+    def _note(self, line: str) -> None:
+        """Tell all drivers a line for people."""
+        self._num_notes += 1
+        self._notes = [*self._notes[1 - _NUM_NOTES :], (self._num_notes, line)]
+        self._bump()
+
+    def _wake_began(self) -> None:
+        self._began.set()
+        self._began = asyncio.Event()
+
+    def _bump(self) -> None:
+        """Tell the drivers that something has changed."""
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _snapshot(self) -> Snapshot:
+        state = self._status.state
+        ranks = self._ranks
+        return Snapshot(
+            version=self._version,
+            state=GroupState.READY if state is GroupState.BUSY else state,
+            cause=self._status.cause,
+            ranks=() if ranks is None else ranks.infos,
+            log_paths=() if ranks is None else tuple(one.log_paths for one in ranks.members),
+            saves=self._files.record.saves,
+            ended_saves=dict(self._saves.ended),
+            notes=tuple(self._notes),
+        )
+
+
+REMOTE_CONTROLLER = ray.remote(GroupController)
+"""Actor class of controllers, made once: Ray exports every class that `ray.remote` makes."""

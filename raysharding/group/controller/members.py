@@ -1,0 +1,171 @@
+"""`Ranks`: the processes of one generation of a group's ranks, which the controller owns; it starts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raysharding.group.cluster import Reservation
+from raysharding.group.messages import ProbeReplies
+from raysharding.group.ranks import RankInfo
+
+LEASE_S = 120.0
+"""Lease of a rank: twice the time in which a GCS may come back. A rank that is cut off for good ends itself."""
+_RENEW_S = 15.0
+_RELEASE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank and its actor."""
+
+    info: RankInfo
+    """Where the rank runs."""
+    actor: Any
+    """Ray's handle of the rank's `RankActor`."""
+    stacks_descriptor: int
+    """Descriptor with which `dump_stacks` reads the rank's stacks."""
+    log_paths: tuple[str, ...] = ()
+    """Files on the rank's node that receive its stdout and stderr."""
+
+
+class Ranks:
+    """The ranks of one generation. All methods run on the controller's event loop."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        reservation: Reservation | None,
+        on_death: Callable[[Ranks, int, BaseException], None],
+    ) -> None:
+        """Begin to watch the ranks and to renew their leases.
+
+        Args:
+            members: Members, by rank.
+            reservation: Their resources; `None`: they need none.
+            on_death: Called once for each rank whose process has ended, with Ray's error.
+        """
+        self.members = tuple(members)
+        self.dead: set[int] = set()
+        self._reservation = reservation
+        self._on_death = on_death
+        self._changed = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+        self._tasks = [start(self._watch(rank)) for rank in range(len(members))]
+        self._renewing = start(self._renew())
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        """Where each rank runs, by rank."""
+        return tuple(member.info for member in self.members)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the ranks are being stopped, or are gone."""
+        return self._stopping is not None
+
+    def died(self, rank: int, error: BaseException) -> None:
+        """Record the death of a rank; a second report is ignored."""
+        if rank not in self.dead:
+            self.dead.add(rank)
+            self._changed.set()
+            self._on_death(self, rank, error)
+
+    def stop(self) -> asyncio.Task[None]:
+        """End all processes, and then release their resources; returns the task that does it, the same each time."""
+        if self._stopping is None:
+            self._stopping = start(self._stop())
+        return self._stopping
+
+    async def ask(self, method: str, *args: Any, within_s: float, ranks: Iterable[int] | None = None) -> ProbeReplies:
+        """Call a control method on ranks, also while they run a command.
+
+        Args:
+            method: Name of a control method of `RankActor`.
+            args: Its arguments.
+            within_s: Deadline for all replies together, in seconds.
+            ranks: The ranks; default: all.
+        """
+        asked = range(len(self.members)) if ranks is None else list(ranks)
+        refs = {rank: getattr(self.members[rank].actor, method).remote(*args) for rank in asked}
+        tasks = {rank: start(_reply(ref)) for rank, ref in refs.items()}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=within_s)
+        replies: dict[int, Any] = {}
+        silent: dict[int, str] = {}
+        for rank, task in tasks.items():
+            if not task.done():
+                task.cancel()
+                silent[rank] = f"does not answer within {within_s:g} s"
+            elif isinstance(error := task.result()[1], ray.exceptions.RayActorError):
+                silent[rank] = "its process is gone"
+            elif error is not None:
+                silent[rank] = f"cannot answer: {error}"
+            else:
+                replies[rank] = task.result()[0]
+        return ProbeReplies(replies, silent)
+
+    async def _watch(self, rank: int) -> None:
+        """Wait for the end of a rank's process; an idle rank's death is noticed by nothing else."""
+        while True:
+            _, error = await _reply(self.members[rank].actor.lifetime.remote())
+            if isinstance(error, ray.exceptions.RayActorError):
+                self.died(rank, error)
+                return
+
+    async def _renew(self) -> None:
+        while True:
+            for rank, member in enumerate(self.members):
+                if rank not in self.dead:
+                    member.actor.renew.remote(LEASE_S)
+            await asyncio.sleep(_RENEW_S)
+
+    async def _stop(self) -> None:
+        self._renewing.cancel()
+        for rank, member in enumerate(self.members):
+            if rank not in self.dead:
+                member.actor.end.remote()  # from process to process: without its GCS Ray kills nothing
+        killing = start(asyncio.to_thread(self._kill))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_dead(), _RELEASE_S)
+        await asyncio.wait([killing], timeout=_RELEASE_S)
+        if self._reservation is not None:
+            await asyncio.wait([start(asyncio.to_thread(self._reservation.release))], timeout=_RELEASE_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _wait_dead(self) -> None:
+        while len(self.dead) < len(self.members):
+            await self._changed.wait()
+            self._changed.clear()
+
+    def _kill(self) -> None:
+        for member in self.members:
+            ray.kill(member.actor, no_restart=True)  # also a process that a signal has stopped
+
+
+async def _reply(ref: ray.ObjectRef) -> tuple[Any, BaseException | None]:
+    """Return a reply, or the error instead of it: of a task that nobody awaits asyncio would complain."""
+    try:
+        return await ref, None
+    except ray.exceptions.RayError as error:
+        return None, error
+
+
+_running: set[asyncio.Task[Any]] = set()
+
+
+def start(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task and hold it until it has ended: the event loop itself holds tasks weakly."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task

@@ -1,0 +1,122 @@
+"""`restart`: new processes for a group, and its newest state in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.util.metrics import Counter
+
+from raysharding.checkpoint.storage import normal_path
+from raysharding.checkpoint.writing import newest_after, remove_unfinished
+from raysharding.errors import GroupError
+from raysharding.group.calls import Client, UndoOnInterrupt, is_committed
+from raysharding.group.launch.launch import RunningGroup, make
+from raysharding.group.launch.spec import open_spec
+from raysharding.group.messages import FilesRecord, GroupState
+from raysharding.html import html_report, html_rows
+from raysharding.models import Adapted
+
+_STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class RestartReport:
+    """Report of a restart."""
+
+    why: str
+    """Reason for the restart."""
+    checkpoint: str
+    """Path or URI of the loaded checkpoint."""
+    world_size: int
+    """Number of ranks now."""
+    seconds: float
+    """Time that the restart took."""
+
+    def _repr_html_(self) -> str:
+        rows = [("why", self.why), ("checkpoint", self.checkpoint), ("ranks", str(self.world_size))]
+        return html_report("restarted", html_rows((), [*rows, ("time", f"{self.seconds:.2f} s")]))
+
+
+def restart(
+    running: RunningGroup,
+    *,
+    checkpoint: str | None,
+    world_size: int | None,
+    optimizer: Callable[..., Any] | None,
+) -> tuple[RunningGroup, RestartReport]:
+    """Restart a group; see `ShardedModelGroup.restart`.
+
+    Args:
+        running: The group.
+        checkpoint: The user's argument.
+        world_size: The user's argument.
+        optimizer: Factory of the optimizer that the group has, as far as the driver knows.
+
+    Returns:
+        The group as it runs now, and the report of the restart.
+    """
+    begun = time.monotonic()
+    client = running.client
+    if client.state is GroupState.CLOSED:
+        client.refuse_if_unusable()
+    if client.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
+        raise ValueError(
+            f"{client.name} is {client.state.value}: there is nothing to restart. Give checkpoint= to go back "
+            "to saved weights, or world_size= for another number of ranks; both discard the ranks' current state"
+        )
+    Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": client.name})
+    why = _why(running, checkpoint, world_size)
+    num_ranks = len(client.ranks) if world_size is None else world_size
+    spec = replace(running.spec, optimizer=optimizer, world_size=num_ranks)
+    spec.check()
+    with UndoOnInterrupt():
+        record: FilesRecord = client.ask("begin_restart", client.key, within_s=_STOP_S)
+        try:
+            record = _settle(client, record)
+            origin = record.origin
+            if record.base is not None:
+                # No file holds the adapters if the origin is the base that they began on.
+                origin = record.base if origin == spec.model.base else origin
+                spec = replace(spec, model=replace(spec.model, base=record.base))
+            source = newest_after(origin) if checkpoint is None else checkpoint
+            # Nothing was saved or loaded since the group was made: random weights are made again, equal ones.
+            is_first = record.newest == 0 and record.base is None
+            is_own = checkpoint is None and is_first and source == normal_path(spec.checkpoint)
+            spec, opened, _ = open_spec(spec if is_own else spec.of_files(source))
+            loaded = normal_path(spec.checkpoint)
+            fresh = make(client, spec, opened, is_checked=False, reloaded=None if is_own else loaded)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                error.add_note(f"raysharding: the group was being restarted: {why}")
+            client.ask("give_up", client.key, GroupError(f"{client.name}: its restart failed: {error}"))
+            client.refresh()
+            raise
+    if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == loaded:
+        why += f"; the adapters are new ones: {loaded} holds none"
+    return fresh, RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
+
+
+def _settle(client: Client, record: FilesRecord) -> FilesRecord:
+    """Determine from the files how the saves with an unknown outcome ended, and remove their unfinished files.
+
+    The writers of these saves are dead: a save that is not committed now never will be.
+    """
+    for save in record.begun:
+        remove_unfinished(save.path, save.token)
+    committed = [save.token for save in record.begun if is_committed(save)]
+    settled: FilesRecord = client.ask("settled", [save.token for save in record.begun], committed)
+    return settled
+
+
+def _why(running: RunningGroup, checkpoint: str | None, world_size: int | None) -> str:
+    if checkpoint is not None:
+        return "a checkpoint was given"
+    if world_size not in (None, len(running.client.ranks)):
+        return "another number of ranks was given"
+    cause = running.client.cause
+    if cause is None:
+        return "it was asked for"
+    return str(cause.primary) if cause.primary is not None else cause.message

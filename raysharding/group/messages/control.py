@@ -1,0 +1,284 @@
+"""What a driver and a group's controller say to each other. See `group/controller`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import ray
+
+from raysharding.config import Placement
+from raysharding.errors import GroupBrokenError, GroupError
+from raysharding.group.messages.commands import OutputMode
+from raysharding.group.messages.packing import Packed
+from raysharding.group.messages.remote_error import RemoteError
+from raysharding.group.ranks import RankInfo
+
+E = TypeVar("E", bound=GroupError)
+
+
+class GroupState(enum.Enum):
+    """States of a group: STARTING → READY ↔ BUSY → BROKEN → STARTING, and CLOSED from each of them."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BUSY = "busy"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+Part: TypeAlias = Packed | ray.ObjectRef
+"""Packed arguments: themselves if they are small, else their reference in the object store."""
+Sent: TypeAlias = Packed | ray.ObjectRef | None
+"""A rank's result: the value itself if it is small, else its reference in the object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSave:
+    """A save that was requested from the ranks."""
+
+    path: str
+    """Destination: a path or a normalized URI."""
+    is_origin: bool
+    """True if a restart may load the save."""
+    token: str
+    """Identifier of the save in its files, different from that of any other save."""
+    number: int = 0
+    """Position among all saves and loads, in the order in which the ranks run them; the controller gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesRecord:
+    """Which files hold a group's model, as far as its controller knows."""
+
+    origin: str
+    """The newest files that hold the model, which a restart loads."""
+    base: str | None = None
+    """A whole model that was loaded since the ranks were made, with the adapters kept on it; `None` if none was.
+
+    The origin stays: it holds the adapters, if any file does."""
+    begun: tuple[BegunSave, ...] = ()
+    """Saves whose outcome is not known."""
+    saves: tuple[str, ...] = ()
+    """Paths of the committed saves."""
+    newest: int = 0
+    """Number of the save or load that made the origin; 0: the group was made from it."""
+    last: int = 0
+    """Number of the last save or load that began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The other part of a call that two groups run together; see `group/controller/copy_pair.py`."""
+
+    key: str
+    """Identifies the pair."""
+    other: Any
+    """Handle of the other group's controller."""
+    other_name: str
+    """The other group's name in errors."""
+    is_leader: bool
+    """True if this group's controller has the smaller id, and so queues the pair."""
+    driver: str = ""
+    """The driver's key at the other group; for the leader."""
+    number: int = 0
+    """Number of the other part among that driver's calls; for the leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A call of a driver."""
+
+    method: str
+    """Name of the command."""
+    parts: tuple[Part, ...]
+    """Packed `(args, kwargs)`: one for all ranks, or one per rank."""
+    deadline_s: float
+    """Longest time of the call, in seconds; with `watch_progress`, longest time without progress."""
+    shared: Part | None = None
+    """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `parts`."""
+    output: OutputMode = "value"
+    """See `Command`."""
+    max_output_bytes: int | None = None
+    """See `Command`."""
+    watch_progress: bool = False
+    """True if progress in bytes, which the ranks report, extends the deadline."""
+    takes_steps: bool = False
+    """True if the call takes several steps; its result is rank 0's value of the last one. See `NEXT_STEP`."""
+    hands_on_steps: bool = False
+    """True if the driver takes rank 0's value of each step, and the next step waits for that."""
+    opens_claim: tuple[str, str] | None = None
+    """Kind and key of a claim that the driver has from this call on."""
+    ends_claim: str | None = None
+    """Key of a claim that ends with this call."""
+    refused_beside: Mapping[str, str] = field(default_factory=dict)
+    """Kind of a claim → why the call is refused while another holds such a claim."""
+    save: BegunSave | None = None
+    """The save that the call is."""
+    is_async_save: bool = False
+    """True if the save is written in the background; the call's result is its number on rank 0."""
+    loads: str | None = None
+    """Path or URI of the files that the call loads."""
+    joint: Joint | None = None
+    """The call of another group that begins together with this one."""
+    other: Submission | None = None
+    """That call; for the leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended."""
+
+    sent: tuple[Sent, ...] = ()
+    """Results by rank; empty if the call failed."""
+    error: GroupError | None = None
+    """The failure."""
+    raised: RemoteError | None = None
+    """What the rank raised that failed first; `None` if it died, hung or did not begin."""
+    is_common: bool = False
+    """True if all ranks raised errors of this type."""
+    follows: bool = False
+    """True if the error only says that the other part of a joint call could not run."""
+    snapshot: Snapshot | None = None
+    """The group after the call, if the call has changed what a snapshot says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part of a running call's result."""
+
+    rank: int = 0
+    """The rank that sent it."""
+    sent: Sent = None
+    """The value."""
+    is_last: bool = False
+    """True if the call has ended, and there is no such item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What drivers know of a group without asking."""
+
+    version: int
+    """Increases with each change."""
+    state: GroupState
+    """State of the group; never BUSY, which changes too often."""
+    cause: GroupError | None
+    """The error that broke the group."""
+    ranks: tuple[RankInfo, ...]
+    """Where the ranks run, by rank; of the last ranks, if they are gone."""
+    log_paths: tuple[tuple[str, ...], ...]
+    """Files on each rank's node that receive its stdout and stderr."""
+    saves: tuple[str, ...]
+    """Paths of the committed saves."""
+    ended_saves: Mapping[str, Exception | None] = field(default_factory=dict)
+    """Token → the failure of a save in the background that has ended, `None` if it is committed."""
+    notes: tuple[tuple[int, str], ...] = ()
+    """(number, line) of the last lines for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What a driver that attaches gets."""
+
+    snapshot: Snapshot
+    """The group now."""
+    spec: Packed | None
+    """The `GroupSpec`; `None` while the group is made for the first time."""
+    loaded: Packed | None
+    """What the load has found."""
+    where: str
+    """Node and process of the controller, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """Everything that a controller needs to start the ranks' processes."""
+
+    actor_class: Any
+    """Class of the ranks' actors."""
+    concurrency_groups: Mapping[str, int]
+    """Its concurrency groups."""
+    titles: tuple[Any, ...]
+    """What Ray calls each actor, by bundle."""
+    world_size: int
+    """Number of ranks."""
+    device_type: str
+    """Type of the ranks' devices."""
+    placement: Placement
+    """Where the ranks may run."""
+    place_s: float | None
+    """See `Timeouts`."""
+    start_s: float
+    """See `Timeouts`."""
+    paths: tuple[str, ...]
+    """Files of the checkpoint; rank 0 runs on a node that sees them."""
+    driver_node: str
+    """Ray's id of the driver's node, which comes first among the nodes that see the checkpoint."""
+    hub: Packed | None
+    """The driver's `HubAccess`, if the ranks need it."""
+    held: tuple[str, ...] = ()
+    """Lines on what the driver's program itself holds, for the error of a busy cluster."""
+    tells: bool = True
+    """True to tell every 10 s what is missing."""
+    node_ids: tuple[str, ...] = ()
+    """Ray's ids of nodes: one rank without resources on each, instead of a placement group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The ranks' processes, numbered."""
+
+    ranks: tuple[RankInfo, ...]
+    """Where each rank runs."""
+    visible_gpus: tuple[str, ...]
+    """CUDA_VISIBLE_DEVICES by rank: all of the group's GPUs on the rank's node, each once; empty for CPU ranks."""
+    snapshot: str | None
+    """Directory of the checkpoint in the Hugging Face cache of rank 0's node; `None` if it is not there."""
+    sees_checkpoint: bool
+    """True if rank 0's node sees the checkpoint's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReplies:
+    """Replies to one probe of all ranks."""
+
+    replies: Mapping[int, Any]
+    """Rank → its reply."""
+    silent: Mapping[int, str]
+    """Rank → why it did not reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What an interrupt found."""
+
+    num_cancelled: int
+    """Number of the driver's calls that were removed from the queue."""
+    running: str | None
+    """Name of the call of this driver that the ranks run; `None` if they run none of it."""
+    left_s: float
+    """Seconds to the deadline of that call."""
+
+
+def twin(error: E) -> E:
+    """Return a copy of an error without traceback, cause and context, which would keep the frames that they name."""
+    return type(error)(error.message, primary=error.primary, failures=error.failures)
+
+
+def broken(name: str, cause: GroupError) -> GroupBrokenError:
+    """Build the error of all later calls."""
+    message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
+    return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
+
+
+def closed(name: str) -> GroupBrokenError:
+    """Build the error of calls on a group that was shut down."""
+    return GroupBrokenError(f"{name} is shut down; make a new group")
+
+
+def lines_after(notes: Sequence[tuple[int, str]], number: int) -> list[tuple[int, str]]:
+    """Return the notes after a number."""
+    return [note for note in notes if note[0] > number]
