@@ -54,6 +54,7 @@ from raysharding.group.cluster.ray_internals import (
     ray_session,
     read_record,
     started_cluster,
+    was_restarted,
     write_record,
 )
 from raysharding.group.cluster.screens import Picture, open_screen

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,13 @@ def ray_session() -> tuple[str, str] | None:
         return client
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()  # job ids alone repeat in a new cluster
+
+
+def was_restarted() -> bool:
+    """Return True in an actor whose process replaces one that has died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray names no other way to know it
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def actor_id(handle: Any) -> str:

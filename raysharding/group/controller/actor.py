@@ -19,7 +19,14 @@ from typing import Any
 import ray
 
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
-from raysharding.group.cluster import delete_record, name_log_lines, read_record, remove_placement_groups, write_record
+from raysharding.group.cluster import (
+    delete_record,
+    name_log_lines,
+    read_record,
+    remove_placement_groups,
+    was_restarted,
+    write_record,
+)
 from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
 from raysharding.group.controller.call_metrics import CallMetrics
@@ -99,7 +106,7 @@ class GroupController:
         name_log_lines(f"controller ({identity.title})")
         self._identity = identity
         self._record: GroupRecord | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if was_restarted():
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
             self._record = read_record(identity.key)
         self._ranks: Ranks | None = None
@@ -148,7 +155,7 @@ class GroupController:
 
         reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell)
         try:
-            members, started = await asyncio.to_thread(start_ranks, plan, reservation)
+            members, started = await start_ranks(plan, reservation)
         except BaseException:
             if reservation is not None:
                 await asyncio.to_thread(reservation.release)

@@ -96,7 +96,7 @@ class Ranks:
         """
         asked = range(len(self.members)) if ranks is None else list(ranks)
         refs = {rank: getattr(self.members[rank].actor, method).remote(*args) for rank in asked}
-        tasks = {rank: start(_reply(ref)) for rank, ref in refs.items()}
+        tasks = {rank: start(reply(ref)) for rank, ref in refs.items()}
         if tasks:
             await asyncio.wait(tasks.values(), timeout=within_s)
         replies: dict[int, Any] = {}
@@ -116,7 +116,7 @@ class Ranks:
     async def _watch(self, rank: int) -> None:
         """Wait for the end of a rank's process; an idle rank's death is noticed by nothing else."""
         while True:
-            _, error = await _reply(self.members[rank].actor.lifetime.remote())
+            _, error = await reply(self.members[rank].actor.lifetime.remote())
             if isinstance(error, ray.exceptions.RayActorError):
                 self.died(rank, error)
                 return
@@ -133,7 +133,7 @@ class Ranks:
         for rank, member in enumerate(self.members):
             if rank not in self.dead:
                 member.actor.end.remote()  # from process to process: without its GCS Ray kills nothing
-        killing = start(asyncio.to_thread(self._kill))
+        killing = start(asyncio.to_thread(kill_all, [member.actor for member in self.members]))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wait_dead(), _RELEASE_S)
         await asyncio.wait([killing], timeout=_RELEASE_S)
@@ -147,12 +147,14 @@ class Ranks:
             await self._changed.wait()
             self._changed.clear()
 
-    def _kill(self) -> None:
-        for member in self.members:
-            ray.kill(member.actor, no_restart=True)  # also a process that a signal has stopped
+
+def kill_all(actors: Sequence[Any]) -> None:
+    """End the processes of actors, also one that a signal has stopped; waits for the GCS."""
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
 
 
-async def _reply(ref: ray.ObjectRef) -> tuple[Any, BaseException | None]:
+async def reply(ref: ray.ObjectRef) -> tuple[Any, BaseException | None]:
     """Return a reply, or the error instead of it: of a task that nobody awaits asyncio would complain."""
     try:
         return await ref, None

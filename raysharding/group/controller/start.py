@@ -1,8 +1,10 @@
-"""`start_ranks`: starts one actor per bundle, asks where each runs, and numbers them. Blocks: not on the event loop."""
+"""`reserve_for`, `start_ranks`: resources for the ranks, one actor per bundle, and the ranks' numbers."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +13,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure
-from raysharding.group.cluster import Reservation, accelerator_names, replies, reserve, wait_placed
-from raysharding.group.controller.members import LEASE_S, Member
+from raysharding.group.cluster import Reservation, accelerator_names, reserve, wait_placed
+from raysharding.group.controller.members import LEASE_S, Member, kill_all, reply, start
 from raysharding.group.messages import Started, StartPlan
 from raysharding.group.ranks import RankInfo
 
@@ -21,7 +23,7 @@ _AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
 def reserve_for(plan: StartPlan, name: str, tell: Callable[[str], None]) -> Reservation | None:
-    """Reserve the resources of the ranks, and wait until they are placed; `None` if the ranks need none.
+    """Reserve the resources of the ranks, and wait until they are placed, in a thread; `None` if they need none.
 
     Args:
         plan: The plan.
@@ -43,7 +45,7 @@ def reserve_for(plan: StartPlan, name: str, tell: Callable[[str], None]) -> Rese
     return reservation
 
 
-def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple[list[Member], Started]:
+async def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple[list[Member], Started]:
     """Start one actor in each bundle, or on each node, and number them.
 
     Args:
@@ -54,25 +56,21 @@ def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple[list[
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
     """
+    remote: Any = ray.remote(concurrency_groups=dict(plan.concurrency_groups))(plan.actor_class)
     actors: list[Any] = []
     try:
         # One by one: if an actor fails to start, the actors before it must be stopped.
-        actors.extend(_start(plan, reservation, bundle) for bundle in range(plan.world_size))
-        node_ip = _unknown_node if reservation is None else reservation.node_ip
-        is_ours = reservation is None or reservation.is_ours
-        infos = probe(actors, plan.start_s, plan.paths, node_ip, is_ours=is_ours)
-        return number_actors(actors, infos, plan)
+        for bundle in range(plan.world_size):
+            options = _options(plan, reservation, bundle)
+            actors.append(remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub))
+        return number_actors(actors, await probe(actors, plan, reservation), plan)
     except BaseException:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        await asyncio.to_thread(kill_all, actors)
         raise
 
 
-def _unknown_node(_: int) -> str:
-    return "unknown"
-
-
-def _start(plan: StartPlan, reservation: Reservation | None, bundle: int) -> Any:
+def _options(plan: StartPlan, reservation: Reservation | None, bundle: int) -> dict[str, Any]:
+    """Return the Ray options of the actor in a bundle."""
     environment = dict(plan.placement.runtime_env or {})
     if plan.device_type != "cpu":
         # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
@@ -95,49 +93,42 @@ def _start(plan: StartPlan, reservation: Reservation | None, bundle: int) -> Any
         )
     if environment:
         options["runtime_env"] = environment
-    remote: Any = ray.remote(concurrency_groups=dict(plan.concurrency_groups))(plan.actor_class)
-    return remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub)
+    return options
 
 
-def probe(
-    actors: Sequence[Any],
-    start_s: float,
-    paths: Sequence[str],
-    node_ip: Callable[[int], str],
-    is_ours: bool = True,
-) -> list[Any]:
-    """Query where every actor runs, once it has started; see `start_ranks`.
-
-    Args:
-        actors: Actors by bundle.
-        start_s: Deadline for all actors together.
-        paths: See `StartPlan`.
-        node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
-        is_ours: True if the group made the placement group itself; else others may use its bundles too.
-
-    Raises:
-        GroupError: An actor died while it started.
-        CallTimeoutError: Actors did not answer in time.
-    """
+async def probe(actors: Sequence[Any], plan: StartPlan, reservation: Reservation | None) -> list[Any]:
+    """Ask every actor where it runs, once it has started; see `start_ranks`."""
+    asking = {start(reply(actor.probe.remote(plan.paths))): bundle for bundle, actor in enumerate(actors)}
     infos: dict[int, Any] = {}
-    late: dict[int, RankFailure] = {}
-    refs = {actor.probe.remote(paths): index for index, actor in enumerate(actors)}
+    until = time.monotonic() + plan.start_s
+    pending = set(asking)
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
-    for index, answer in replies(refs, start_s):
-        if isinstance(answer, ray.exceptions.GetTimeoutError):
-            late[index] = _failed(index, node_ip(index), "hung", "", "does not answer yet")
-        elif isinstance(answer, ray.exceptions.RayError):
-            failed = _failed(index, node_ip(index), "died", type(answer).__name__, str(answer))
-            raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from answer
-        else:
-            infos[index] = answer
-    if late:
-        message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+    while pending and (left_s := until - time.monotonic()) > 0:
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            bundle = asking[task]
+            infos[bundle], error = task.result()
+            if error is not None:
+                node_ip = await _node_ip(plan, reservation, bundle)
+                failed = _failed(bundle, node_ip, "died", type(error).__name__, str(error))
+                raise GroupError("an actor could not start", primary=failed, failures={bundle: failed}) from error
+    if pending:
+        late = {asking[task] for task in pending}
+        failures = {
+            bundle: _failed(bundle, await _node_ip(plan, reservation, bundle), "hung", "", "does not answer yet")
+            for bundle in sorted(late)
+        }
+        message = f"{len(actors)} actors did not all start within {plan.start_s:g} s; raise Timeouts.start_s"
         message += ", or let the nodes reach each other at the ports of Ray's workers (ray start --min-worker-port)"
-        if not is_ours:
+        if reservation is not None and not reservation.is_ours:
             message += ", or free the given placement group: another actor or task may use its bundles"
-        raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
-    return [infos[index] for index in range(len(actors))]
+        raise CallTimeoutError(message, primary=next(iter(failures.values())), failures=failures)
+    return [infos[bundle] for bundle in range(len(actors))]
+
+
+async def _node_ip(plan: StartPlan, reservation: Reservation | None, bundle: int) -> str:
+    """Return the address of the node that Ray chose for an actor, which did not start and cannot report it."""
+    return "unknown" if reservation is None else await asyncio.to_thread(reservation.node_ip, bundle)
 
 
 def _failed(number: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
