@@ -23,7 +23,7 @@ from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.cluster import refuse_in_fork
-from raysharding.group.messages import Item, Packed, Sent
+from raysharding.group.messages import Item, Packed, Sent, decoded
 from raysharding.outputs import RankOutput, select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
@@ -426,7 +426,7 @@ def _own_output(_: int, sent: RankOutput) -> Any:
 def _joined(boxed: list[ray.ObjectRef], name: str, world_size: int, collect: Collect, fetch_s: float) -> Any:
     """Wait for the outcome of a call, and return its result; a task."""
     try:
-        outcome = ray.get(boxed[0])
+        outcome = decoded(ray.get(boxed[0]))
     except ray.exceptions.RayActorError as error:
         raise GroupError(f"{name}: the group's controller died: {error}") from error
     raised = raised_by(outcome)

@@ -40,6 +40,8 @@ from raysharding.group.messages import (
     Submission,
     broken,
     closed,
+    decoded,
+    encoded,
     lines_after,
     pack_batches,
     pack_same,
@@ -369,16 +371,16 @@ class Client:
         self._wait_for_room(method, num_bytes)
         self._require_ray()
         try:
-            stored = tuple(map(_stored, parts))
-            submission = Submission(
-                method, stored, deadline_s, shared=None if shared is None else _stored(shared), **options
-            )
+            whole = None if shared is None else _stored(shared)
+            submission = Submission(method, tuple(map(_stored, parts)), deadline_s, shared=whole, **options)
         except ray.exceptions.RayError as error:
             raise GroupError(f"cannot store the arguments of {method}: {error}") from error
+        stored = (*submission.parts, submission.shared)
+        sent = encoded(submission, has_refs=any(isinstance(part, ray.ObjectRef) for part in stored))
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
         with MaskedInterrupts(), self._submitting:
             self.refuse_if_unusable()
-            self._send(call, self.controller.submit.remote(self.key, self._next_number, submission), num_bytes)
+            self._send(call, self.controller.submit.remote(self.key, self._next_number, sent), num_bytes)
         return call
 
     def submit_pair(
@@ -452,11 +454,11 @@ class Client:
         with DeferredInterrupts(self), self._changed:
             self._changed.wait_for(lambda: self._num_bytes < _MAX_BYTES or self.cause is not None)
 
-    def _on_outcome(self, number: int, ended: concurrent.futures.Future[Outcome]) -> None:
+    def _on_outcome(self, number: int, ended: concurrent.futures.Future[Any]) -> None:
         """Handle the end of a call, on the callback thread."""
         error = ended.exception()
         if error is None:
-            self._end(number, ended.result())
+            self._end(number, decoded(ended.result()))
         elif isinstance(error, ray.exceptions.RayActorError):
             self._on_controller_lost(self._controller_died(error))
         else:

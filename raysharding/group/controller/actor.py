@@ -54,6 +54,8 @@ from raysharding.group.messages import (
     StartPlan,
     Submission,
     closed,
+    decoded,
+    encoded,
     pack_same,
 )
 
@@ -188,32 +190,32 @@ class GroupController:
         self._record = replace(self._record, spec=spec)
         await self._write()
 
-    async def submit(self, driver: str, number: int, submission: Submission) -> Outcome:
-        """Run a call, after those that were accepted before it; return how it ended.
+    async def submit(self, driver: str, number: int, sent: Any) -> Any:
+        """Run a call, after those that were accepted before it; return the encoded `Outcome`.
 
         Args:
             driver: Its driver.
             number: Its place among the driver's calls, from 0.
-            submission: The call.
+            sent: The encoded `Submission`.
         """
-        call = await self._accept(driver, number, submission)
-        try:
-            return await call.ended
-        finally:
-            self._calls.pop((driver, number), None)
+        await self._accept(driver, number, decoded(sent))
+        return await self.outcome(driver, number)
 
     async def submit_follower(self, driver: str, number: int, submission: Submission) -> None:
         """Queue a call that begins together with one of another group, whose controller asks for it."""
         await self._accept(driver, number, submission)
 
-    async def outcome(self, driver: str, number: int) -> Outcome:
-        """Return how a call ended that another controller has queued."""
-        known = self._drivers[driver]
-        await self._drivers.turn(known, number + 1)
+    async def outcome(self, driver: str, number: int) -> Any:
+        """Return the encoded `Outcome` of a call, which another controller may have to queue first."""
+        await self._drivers.turn(self._drivers[driver], number + 1)
         call = self._calls.get((driver, number))
         if call is None:
-            return Outcome(error=closed(self._identity.title))
-        return await call.ended
+            return encoded(Outcome(error=closed(self._identity.title)), has_refs=False)
+        try:
+            outcome = await call.ended
+        finally:
+            self._calls.pop((driver, number), None)
+        return encoded(outcome, has_refs=any(isinstance(one, ray.ObjectRef) for one in outcome.sent))
 
     async def copy_is_ready(self, key: str) -> tuple[bool, str]:
         """Wait until both calls of a pair are at the head of their queues; return if they begin, or why not."""

@@ -26,6 +26,8 @@ from raysharding.group.messages import (
     Stacks,
     StateChange,
     Submission,
+    decoded,
+    encoded,
 )
 
 _POLL_S = 0.2
@@ -160,7 +162,8 @@ class RunningCall:
             if self._seen:
                 return
         self.finished.clear()
-        running = [member.actor.run.remote(command) for member, (command, _) in zip(members, commands, strict=True)]
+        sent = [encoded(command, has_refs=False) for command, _ in commands]
+        running = [member.actor.run.remote(one) for member, one in zip(members, sent, strict=True)]
         await self._gather([self._answered(rank, *refs) for rank, refs in enumerate(running)])
 
     async def _fetched(self, rank: int, ref: ray.ObjectRef) -> None:
@@ -195,7 +198,7 @@ class RunningCall:
 
     async def _answered(self, rank: int, status: ray.ObjectRef, result: ray.ObjectRef) -> None:
         try:
-            response: Response = await status
+            response: Response = decoded(await status)
         except ray.exceptions.RayError as error:
             self._on_ray_error(rank, error)
             return

@@ -36,7 +36,16 @@ from raysharding.group.messages.control import (
     lines_after,
     twin,
 )
-from raysharding.group.messages.packing import AsValue, Packed, Shared, pack, pack_batches, pack_same
+from raysharding.group.messages.packing import (
+    AsValue,
+    Packed,
+    Shared,
+    decoded,
+    encoded,
+    pack,
+    pack_batches,
+    pack_same,
+)
 from raysharding.group.messages.remote_error import (
     RemoteError,
     Stage,

@@ -75,6 +75,21 @@ class AsValue:
         return _unpack, (self._packed.stream, self._packed.buffers, self._packed.refs)
 
 
+def encoded(message: Any, *, has_refs: bool) -> Any:
+    """Return a message of this package as bytes, which Ray sends as they are: its own pickling costs 0.1 ms each time.
+
+    Args:
+        message: An object of a class that `pickle` knows.
+        has_refs: True if `ObjectRef`s or actor handles are in it, which only Ray can send: it is returned unchanged.
+    """
+    return message if has_refs else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def decoded(sent: Any) -> Any:
+    """Return the message that `encoded` was given."""
+    return pickle.loads(sent) if isinstance(sent, bytes) else sent
+
+
 def pack(value: Any, what: str) -> Packed:
     """Pickle a value with its tensors beside the stream, not copied yet.
 

@@ -33,6 +33,8 @@ from raysharding.group.messages import (
     SaveStatus,
     Stacks,
     Stage,
+    decoded,
+    encoded,
     pack,
     record_exception,
 )
@@ -99,19 +101,20 @@ class RankActor:
         return str(self._title)
 
     @ray.method(concurrency_group="work", num_returns=2)
-    def run(self, command: Command) -> tuple[Response, Packed | AsValue | None]:
-        """Run a command; never raises.
+    def run(self, sent: Any) -> tuple[Any, Packed | AsValue | None]:
+        """Run a command; never raises. What is sent is an encoded `Command`, and the first return a `Response`.
 
         The second return is the result if `is_stored` of the first is True. Ray keeps it in the object store of this
         node until somebody fetches it, so it does not pass through the controller.
         """
         self._work_thread = threading.get_ident()
-        response, result = self._run(command)
-        if result is None:
-            return response, None
-        if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES and not result.refs:
-            return replace(response, value=result), None
-        return replace(response, is_stored=True), result
+        response, result = self._run(decoded(sent))
+        is_small = isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES and not result.refs
+        if isinstance(result, Packed) and is_small:
+            response, result = replace(response, value=result), None
+        elif result is not None:
+            response = replace(response, is_stored=True)
+        return encoded(response, has_refs=False), result
 
     @ray.method(concurrency_group="data")
     def fetch(self, number: int, *parts: Packed) -> None:
