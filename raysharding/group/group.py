@@ -125,6 +125,7 @@ class ShardedModelGroup:
 
         Args:
             running: Loaded ranks.
+            is_attached: True if the end of a `with` block leaves the group to its other drivers.
         """
         self._optimizer = running.spec.optimizer
         self._is_attached = is_attached

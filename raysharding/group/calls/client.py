@@ -23,7 +23,7 @@ from raysharding.group.calls.callback_thread import CallbackThread, refuse_to_wa
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.calls.pending_saves import PendingSaves
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, head_address, ray_session, tell
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, ray_session, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
     Attached,
@@ -92,9 +92,10 @@ class Client:
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
+        self._connected = threading.Event()
         self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
         self._told = 0
-        self._gcs = GcsMonitor(head_address())
+        self._gcs = GcsMonitor()
         self._thread = CallbackThread(f"calls of {name}", self._check)
         atexit.register(self._thread.stop)
 
@@ -109,11 +110,13 @@ class Client:
         """
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         owned = [self.controller.never.remote()]
-        attached: Attached = self.ask("attach", self.key, label, owned, within_s=within_s)
+        asking = self.controller.attach.remote(self.key, label, owned)
+        attached: Attached = self.finish(asking, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
         self._snapshot = attached.snapshot
         self._next_number = 0
+        self._connected.set()
         self._thread.call(self._watch)
         return attached
 
@@ -233,6 +236,7 @@ class Client:
     def begin(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call a method of the controller; `finish` returns its result."""
         self._require_ray()
+        self._connected.wait(_ANSWER_S)  # a controller that Ray has restarted does not know this driver at once
         ref: ray.ObjectRef = getattr(self.controller, method).remote(*args)
         return ref
 
@@ -540,6 +544,7 @@ class Client:
         """Break the group, and connect to the controller that Ray starts in the place of the lost one."""
         if self._lost is not None or self._snapshot.state is GroupState.CLOSED:
             return
+        self._connected.clear()
         self._lose(error)
         threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
 
@@ -547,6 +552,7 @@ class Client:
         try:
             attached = self.attach()
         except RayshardingError:
+            self._connected.set()
             return  # it is gone for good: the group stays BROKEN by its loss
         if attached.spec is not None:  # else it was lost before the group was READY
             self._lost = None

@@ -11,7 +11,7 @@ from raysharding.group.cluster.display import (
     text_table,
     warn,
 )
-from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, head_address
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
@@ -48,6 +48,7 @@ from raysharding.group.cluster.ray_internals import (
     client_session,
     dashboard_url,
     delete_record,
+    delete_records_of_dead_jobs,
     is_in_session,
     is_worker,
     name_log_lines,

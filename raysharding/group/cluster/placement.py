@@ -1,7 +1,7 @@
 """Reserves resources for the ranks: one Ray placement-group bundle per rank, or an error that lists what is short.
 
 Note [Names]: the group `llama` is the actor `llama`, its controller, in the Ray namespace `raysharding`. Its placement
-group is called `raysharding/llama/…`, so that a controller that Ray has restarted finds what the one before it reserved:
+group is called `raysharding/llama/…`, so that a controller that Ray has restarted finds what its predecessor reserved:
 Ray removes a placement group when its creator is dead for good and the creator's job is over (Ray 2.60; the job of a
 detached creator counts as over).
 """

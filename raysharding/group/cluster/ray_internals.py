@@ -26,6 +26,7 @@ from ray.exceptions import RpcError
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
+    _internal_kv_list,
     _internal_kv_put,
     internal_kv_get_gcs_client,
 )
@@ -166,6 +167,24 @@ def read_record(key: str) -> Any:
 def delete_record(key: str) -> None:
     """Remove the value that `write_record` kept, if there is one."""
     _internal_kv_del(key, namespace=_KV_NAMESPACE)
+
+
+def delete_records_of_dead_jobs() -> None:
+    """Remove the records of groups without a name whose driver was killed; their keys begin with the job's id."""
+    dead = {job["JobID"] for job in state.jobs() if job["IsDead"]}
+    for key in _internal_kv_list("", namespace=_KV_NAMESPACE):
+        job, _, token = key.decode().partition("/")
+        if token and job in dead:
+            delete_record(key.decode())
+
+
+def gcs_answers(timeout_s: float) -> bool:
+    """Return True if the GCS answers in time."""
+    try:
+        internal_kv_get_gcs_client().internal_kv_get(b"", _KV_NAMESPACE.encode(), timeout=timeout_s)
+    except (RpcError, ray.exceptions.RaySystemError):
+        return False
+    return True
 
 
 def client_session() -> tuple[str, str] | None:

@@ -20,22 +20,20 @@ import ray
 
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group.cluster import (
-    delete_record,
+    delete_records_of_dead_jobs,
     name_log_lines,
-    read_record,
     remove_placement_groups,
     was_restarted,
-    write_record,
 )
 from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
 from raysharding.group.controller.call_metrics import CallMetrics
 from raysharding.group.controller.copy_pair import CopyPair
 from raysharding.group.controller.drivers import Driver, Drivers
-from raysharding.group.controller.files import GroupFiles
 from raysharding.group.controller.look import all_stacks
 from raysharding.group.controller.members import Ranks, start
 from raysharding.group.controller.queue import CallQueue, QueuedCall
+from raysharding.group.controller.record import Record
 from raysharding.group.controller.running_call import RunningCall, Verdict
 from raysharding.group.controller.start import reserve_for, start_ranks
 from raysharding.group.controller.state import GroupStatus
@@ -61,7 +59,7 @@ from raysharding.group.messages import (
 
 _TICK_S = 1.0
 _LEAVE_S = 2.0
-_KV_S = 20.0
+_END_S = 20.0
 _NUM_NOTES = 100
 _EXIT_S = 0.2
 
@@ -84,18 +82,6 @@ class Identity:
     """See `Timeouts`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """What outlives the controller's process, in Ray's internal KV."""
-
-    files: FilesRecord
-    """Files that hold the model."""
-    spec: Packed
-    """The `GroupSpec`, with the optimizer's factory that was set last."""
-    loaded: Packed
-    """What the load has found."""
-
-
 class GroupController:
     """See the module. "Driver" in arguments: the key of a driver that has called `attach`."""
 
@@ -107,10 +93,12 @@ class GroupController:
         """
         name_log_lines(f"controller ({identity.title})")
         self._identity = identity
-        self._record: GroupRecord | None = None
-        if was_restarted():
+        is_restarted = was_restarted()
+        if is_restarted:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
-            self._record = read_record(identity.key)
+        delete_records_of_dead_jobs()
+        self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
+        self._files = self._record.files
         self._ranks: Ranks | None = None
         self._is_open = False
 
@@ -124,8 +112,10 @@ class GroupController:
         """
         self._open()
         self._drivers.add(driver, label, owned)
-        record = self._record
-        spec, loaded = (None, None) if record is None else (record.spec, record.loaded)
+        if self._status.state is GroupState.STARTING and self._status.maker is None:
+            self._status.maker = driver
+        stored = self._record.stored
+        spec, loaded = (None, None) if stored is None else (stored.spec, stored.loaded)
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         return Attached(self._snapshot(), spec, loaded, where)
 
@@ -173,22 +163,19 @@ class GroupController:
         """Leave STARTING.
 
         Args:
-            spec: See `GroupRecord`.
-            loaded: See `GroupRecord`.
+            spec: The `GroupSpec`.
+            loaded: What the load has found.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
         if reloaded is not None:
             self._files.reloaded(reloaded)
-        self._record = GroupRecord(self._files.record, spec, loaded)
-        await self._write()
+        await self._record.keep(spec, loaded)
         self._status.ready()
         self._bump()
 
     async def update(self, spec: Packed) -> None:
         """Replace the spec that a restart uses."""
-        assert self._record is not None, "the group was READY"
-        self._record = replace(self._record, spec=spec)
-        await self._write()
+        await self._record.set_spec(spec)
 
     async def submit(self, driver: str, number: int, sent: Any) -> Any:
         """Run a call, after those that were accepted before it; return the encoded `Outcome`.
@@ -287,7 +274,7 @@ class GroupController:
     async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
         """Note how saves ended whose ranks are gone; see `GroupFiles.settled`."""
         self._files.settled(tokens, committed)
-        await self._write()
+        await self._record.write()
         self._bump()
         return self._files.record
 
@@ -334,8 +321,7 @@ class GroupController:
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(delete_record, self._identity.key), _KV_S)
+        await self._record.delete()
         start(self._exit())
 
     def _open(self) -> None:
@@ -346,7 +332,6 @@ class GroupController:
         title = self._identity.title
         self._status = GroupStatus(title)
         self._drivers = Drivers(title, self._on_lost_driver)
-        self._files = GroupFiles(FilesRecord(self._identity.origin))
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(title)
         self._calls: dict[tuple[str, int], QueuedCall] = {}
@@ -358,8 +343,7 @@ class GroupController:
         self._changed, self._began = asyncio.Event(), asyncio.Event()
         self._accepting = asyncio.Lock()
         self._queue = CallQueue(self._run)
-        if self._record is not None:
-            self._files = GroupFiles(self._record.files)
+        if self._record.stored is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{title}: its controller died, and the ranks with it"))
         start(self._tick())
@@ -410,27 +394,10 @@ class GroupController:
     async def _run(self, call: QueuedCall) -> None:
         """Run a call on the ranks, and end it. The queue calls it for one call after the other."""
         begun = time.monotonic()
-        ranks, submission = self._ranks, call.submission
-        assert ranks is not None, "calls are accepted once there are ranks"
         if self._status.state is GroupState.READY:
             self._status.move(GroupState.BUSY)
         try:
-            save, load = await self._begin_files(submission)
-            call.running = RunningCall(
-                submission,
-                ranks,
-                self._identity.title,
-                self._identity.drain_s,
-                self._resets_next,
-                self._num_commands + 1,
-            )
-            self._resets_next = False
-            self._wake_began()
-            for rank in sorted(ranks.dead):  # died between two calls
-                call.running.died(rank, GroupError("its process ended before the call began"), is_made=True)
-            verdict = await call.running.run()
-            self._num_commands = call.running.number
-            await self._end_files(submission, save, load, verdict, ranks)
+            verdict = await self._run_on_ranks(call)
         except GroupError as error:
             verdict = Verdict(Outcome(error=error))
         except Exception as error:  # noqa: BLE001 - a fault of ours: without an end of the call every driver would hang
@@ -438,7 +405,23 @@ class GroupController:
             verdict = Verdict(Outcome(error=failed), broken_by=failed)
             traceback.print_exc()
         self._end_call(call, verdict)
-        self._metrics.call_ended(submission.method, time.monotonic() - begun)
+        self._metrics.call_ended(call.submission.method, time.monotonic() - begun)
+
+    async def _run_on_ranks(self, call: QueuedCall) -> Verdict:
+        ranks, submission = self._ranks, call.submission
+        assert ranks is not None, "calls are accepted once there are ranks"
+        save, load = await self._begin_files(submission)
+        if call.ended.done():  # the group broke meanwhile
+            return Verdict(call.ended.result())
+        options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
+        call.running = RunningCall(submission, ranks, *options)
+        self._resets_next = False
+        self._wake_began()
+        verdict = await call.running.run()
+        self._num_commands = call.running.number
+        if not call.ended.done():
+            await self._end_files(submission, save, load, verdict, ranks)
+        return verdict
 
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
         self._resets_next = verdict.resets_next
@@ -455,7 +438,7 @@ class GroupController:
         """Number a save or load in the order in which the ranks run them; the record of a save comes before it."""
         if submission.save is not None:
             save = self._files.begin_save(submission.save)
-            await self._write()
+            await self._record.write()
             return save, save.number
         return None, self._files.begin_load() if submission.loads is not None else 0
 
@@ -472,12 +455,12 @@ class GroupController:
             await self._on_committed(save)
         elif submission.loads is not None:
             self._files.loaded(submission.loads, load, keeps_adapters=verdict.keeps_adapters)
-            await self._write()
+            await self._record.write()
 
     async def _on_committed(self, save: BegunSave) -> None:
         self._files.committed(save)
         self._bump()
-        await self._write()
+        await self._record.write()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
         if ranks is not self._ranks or ranks.is_stopping or not self._status.is_usable:
@@ -535,19 +518,8 @@ class GroupController:
         """End this process after the replies that are under way; Ray does not restart it."""
         await asyncio.sleep(_EXIT_S)
         killing = start(asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor))
-        await asyncio.wait([killing], timeout=_KV_S)
+        await asyncio.wait([killing], timeout=_END_S)
         os._exit(1)  # without its GCS Ray kills nothing
-
-    async def _write(self) -> None:
-        """Keep the group's record; while the group is made for the first time there is none."""
-        if self._record is None:
-            return
-        self._record = replace(self._record, files=self._files.record)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(write_record, self._identity.key, self._record), _KV_S)
-        except TimeoutError:
-            what = f"{self._identity.title}: the GCS did not take the group's record within {_KV_S:g} s"
-            raise GroupError(f"{what}: is it restarting? Call again when it answers") from None
 
     async def _tick(self) -> None:
         """Export the metrics, and end the group when no driver has renewed its lease."""

@@ -44,8 +44,11 @@ class BackgroundSaves:
 
     async def _follow(self, save: BegunSave, number: int, ranks: Ranks) -> None:
         error = await self._watch(save, number, ranks)
-        if error is None:
-            await self._on_committed(save)
+        try:
+            if error is None:
+                await self._on_committed(save)
+        except GroupError as unrecorded:
+            error = unrecorded
         del self.bytes_done[save.token]
         self.ended[save.token] = error
         while len(self.ended) > _NUM_ENDED:

@@ -28,6 +28,11 @@ class Driver:
     heard: float = 0.0
     """When it last polled, by `time.monotonic`."""
 
+    def wake(self) -> None:
+        """End the waits of its calls that arrived early."""
+        for event in self.early.values():
+            event.set()
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -78,7 +83,10 @@ class Drivers:
             label: Where it runs, for errors.
             owned: One object that its process owns and never makes: Ray reports the end of the owner.
         """
+        before = self._drivers.get(key)
         driver = self._drivers[key] = Driver(key, label, heard=time.monotonic())
+        if before is not None:  # the connection was lost: calls that were under way have failed there
+            before.wake()
         start(self._watch(driver, owned[0]))
 
     def remove(self, key: str) -> None:
@@ -87,15 +95,14 @@ class Drivers:
         if driver is not None:
             if self.claim is not None and self.claim.driver is driver:
                 self.claim = None
-            for event in driver.early.values():
-                event.set()
+            driver.wake()
             self._on_lost(driver)
 
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
         if number > driver.next_number:
             await driver.early.setdefault(number, asyncio.Event()).wait()
-        return driver.key in self._drivers
+        return self._drivers.get(driver.key) is driver
 
     def arrived(self, driver: Driver) -> None:
         """Note that the next call of a driver has arrived."""

@@ -217,8 +217,11 @@ class RunningCall:
     def _on_ray_error(self, rank: int, error: ray.exceptions.RayError) -> None:
         """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         self.finished.add(rank)
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(error, ray.exceptions.RayActorError) and not self.ranks.is_stopping:
             self.ranks.died(rank, error)
+            return
+        if self.ranks.is_stopping:
+            self._seen.append(failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)))
             return
         info = self.ranks.members[rank].info
         message = f"Ray could not deliver the arguments to the rank: {error}"

@@ -130,7 +130,8 @@ class PredictRun:
         """Continue with the parts that are not complete."""
         start = self._begin()
         tell(
-            f"predict: continues with {start.num_done:,} of {start.num_rows:,} rows (reloaded {done.checkpoint}: {done.why})"
+            f"predict: continues with {start.num_done:,} of {start.num_rows:,} rows (reloaded {done.checkpoint}: "
+            f"{done.why})"
         )
         bar.update(start.num_done - bar.n)  # back to the rows of complete parts
 
