@@ -23,7 +23,7 @@ from raysharding.group.calls.callback_thread import CallbackThread, refuse_to_wa
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.calls.pending_saves import PendingSaves
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, ray_session, tell
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, is_dead, ray_session, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
     Attached,
@@ -54,6 +54,7 @@ _SILENT_S = 10.0
 _ANSWER_S = 30.0
 _RELEASE_S = 40.0
 _KILL_S = 3.0
+_RETRY_S = 0.2
 _RENEWALS = 3
 _MAX_BYTES = 256 << 20
 
@@ -114,7 +115,8 @@ class Client:
         attached: Attached = self.finish(asking, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
-        self._snapshot = attached.snapshot
+        self._snapshot = replace(self._snapshot, version=-1)  # a controller that was restarted counts anew
+        self._take(attached.snapshot)
         self._next_number = 0
         self._connected.set()
         self._thread.call(self._watch)
@@ -517,6 +519,8 @@ class Client:
         """Take what the controller says of the group; replies do not arrive in order."""
         if snapshot.version < self._snapshot.version:
             return
+        if not snapshot.ranks:  # of a controller that was restarted: where the last ranks ran is still of use
+            snapshot = replace(snapshot, ranks=self._snapshot.ranks, log_paths=self._snapshot.log_paths)
         self._snapshot = snapshot
         for number, line in lines_after(snapshot.notes, self._told):
             tell(line)
@@ -549,11 +553,15 @@ class Client:
         threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
 
     def _reconnect(self, error: GroupError) -> None:
-        try:
-            attached = self.attach()
-        except RayshardingError:
-            self._connected.set()
-            return  # it is gone for good: the group stays BROKEN by its loss
+        attached, until = None, time.monotonic() + _ANSWER_S
+        while attached is None:
+            try:
+                attached = self.attach()
+            except RayshardingError:
+                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
+                    self._connected.set()
+                    return  # it is gone for good: the group stays BROKEN by its loss
+                time.sleep(_RETRY_S)
         if attached.spec is not None:  # else it was lost before the group was READY
             self._lost = None
             if attached.snapshot.state is GroupState.BROKEN:

@@ -16,7 +16,7 @@ import ray
 
 from raysharding.group.cluster.ray_internals import client_session, gcs_answers
 
-GCS_GONE_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) - 10.0
+GCS_GONE_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) - 10.0  # noqa: SIM112 - Ray's
 """Silence of the GCS, in seconds, after which a driver gives its groups up."""
 _ASK_S = 2.0
 _STOPPED_S = 5.0

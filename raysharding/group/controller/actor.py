@@ -313,6 +313,7 @@ class GroupController:
         Args:
             why: Message of the error of calls that have not ended.
         """
+        self._open()
         if self._status.state is not GroupState.CLOSED:
             was_idle = self._queue.current is None and self._status.is_usable
             self._close(why)

@@ -67,9 +67,9 @@ class FitLock:
             with MaskedInterrupts(), self._lock:
                 if self.is_running:
                     raise GroupError(
-                        f"{client.name}: {self._what} already runs on it, in another thread or around the callback that "
-                        f"made this call; a rank has the data of one run at a time: wait for that {self._what} to end, or "
-                        "call interrupt()"
+                        f"{client.name}: {self._what} already runs on it, in another thread or around the callback "
+                        "that made this call; a rank has the data of one run at a time: wait for that "
+                        f"{self._what} to end, or call interrupt()"
                     )
                 self._running, self._is_interrupted, self._what = run, False, what
                 if what == "fit":

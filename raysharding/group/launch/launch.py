@@ -102,7 +102,7 @@ def make(
     spec = replace(spec, model=opened.model)
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
     started = _start(client, spec, opened, check)
-    spec, opened = _where_it_is(spec, opened, started)
+    spec, opened = _where_it_is(replace(spec, world_size=len(started.ranks)), opened, started)
     preflight = Preflight(client) if spec.preflight else None
     if preflight is not None:
         preflight.nodes()

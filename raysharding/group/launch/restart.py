@@ -69,7 +69,7 @@ def restart(
         )
     Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": client.name})
     why = _why(running, checkpoint, world_size)
-    num_ranks = len(client.ranks) if world_size is None else world_size
+    num_ranks = running.spec.world_size if world_size is None else world_size
     spec = replace(running.spec, optimizer=optimizer, world_size=num_ranks)
     spec.check()
     with UndoOnInterrupt():
@@ -114,7 +114,7 @@ def _settle(client: Client, record: FilesRecord) -> FilesRecord:
 def _why(running: RunningGroup, checkpoint: str | None, world_size: int | None) -> str:
     if checkpoint is not None:
         return "a checkpoint was given"
-    if world_size not in (None, len(running.client.ranks)):
+    if world_size not in (None, running.spec.world_size):
         return "another number of ranks was given"
     cause = running.client.cause
     if cause is None:
