@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from IPython.core.formatters import DisplayFormatter
 
 from raysharding import ShardedModelGroup
-from raysharding.group.recovery import RestartReport
+from raysharding.group.launch import RestartReport
 from tests.group.fit.test_report import parsed
 
 
@@ -43,10 +43,10 @@ def test_preflight(group: ShardedModelGroup) -> None:
 
 
 def test_restart() -> None:
-    report = RestartReport("reloaded", "rank <1> died", "/a", 2, 1.5)
+    report = RestartReport("rank <1> died", "/a", 2, 1.5)
     assert cells(report) == (
-        "restarted reloaded",
-        [["why", "rank <1> died"], ["ranks", "2"], ["time", "1.50 s"], ["checkpoint", "/a"]],
+        "restarted",
+        [["why", "rank <1> died"], ["checkpoint", "/a"], ["ranks", "2"], ["time", "1.50 s"]],
     )
 
 

@@ -21,9 +21,9 @@ from raysharding.batch import Out, PerRank
 from raysharding.errors import CallTimeoutError, GroupError
 from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
-from raysharding.group.calls.outcomes import raised_by
+from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
-from raysharding.group.messages import Item, Packed, Sent, decoded
+from raysharding.group.messages import Item, Packed, Sent
 from raysharding.outputs import RankOutput, select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
@@ -91,8 +91,6 @@ class Call(Generic[T]):
         self._sent: dict[int, Sent] = {}
         self.number = -1
         """Number of the call among those of this driver, once it is submitted."""
-        self.outcome: ray.ObjectRef | None = None
-        """Reference to the `Outcome`, once the call is submitted."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[T] = []
@@ -216,17 +214,17 @@ class Call(Generic[T]):
     def ref(self) -> ray.ObjectRef:
         """Return a reference to the result, for `ray.get`, `ray.wait` and the arguments of tasks.
 
-        A task that needs no resources waits for the ranks' parts and joins them, and its process imports torch first.
-        `Out.refs()` does without, where the ranks' own outputs are enough.
+        Each `ref()` sends the result once more: from the driver to an actor that needs no resources, which all calls of
+        this driver share and which ends with the last of them, and from the actor into the object store. The first
+        reference waits for the start of the actor's process. `Out.refs()` does without, where the ranks' own outputs
+        are enough.
 
         `ray.get` of the reference raises the call's error, as an error that is both a `RayTaskError` and of the error's
-        own class, so that `except GroupError` catches it. The group lives at least until the call has ended.
+        own class, so that `except GroupError` catches it. The group lives at least until the call has ended. The
+        reference outlives the group.
         """
         refuse_in_fork(self.name)
-        assert self.outcome is not None, "a call of ranks"
-        refs = _joined.remote([self.outcome], self.name, self._world_size, self._collect, self._fetch_s)
-        joined: ray.ObjectRef = refs
-        return joined
+        return ref_of(self.name, self.when_done, self.result)
 
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""
@@ -420,23 +418,6 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
 
 def _own_output(_: int, sent: RankOutput) -> Any:
     return sent.value
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _joined(boxed: list[ray.ObjectRef], name: str, world_size: int, collect: Collect, fetch_s: float) -> Any:
-    """Wait for the outcome of a call, and return its result; a task."""
-    try:
-        outcome = decoded(ray.get(boxed[0]))
-    except ray.exceptions.RayActorError as error:
-        raise GroupError(f"{name}: the group's controller died: {error}") from error
-    raised = raised_by(outcome)
-    if raised is not None:
-        raise raised
-    call: Call = Call(name, world_size, collect, fetch_s)
-    for rank, sent in enumerate(outcome.sent):
-        call.rank_finished(rank, sent)
-    call.end(None)
-    return call.result()
 
 
 class FullStateDict:

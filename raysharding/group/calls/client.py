@@ -432,7 +432,7 @@ class Client:
         """Note a call that was sent with the next number; the lock is held."""
         number = self._next_number
         self._next_number += 1
-        call.number, call.outcome = number, ref
+        call.number = number
         with self._changed:
             self._calls[number] = call, num_bytes
             self._num_bytes += num_bytes

@@ -20,8 +20,7 @@ from torch import nn
 
 from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Sharding, Split
 from raysharding.group import GroupState
-from raysharding.group.calls import Call, driver_handle
-from raysharding.group.supervision import running_call as waiting
+from raysharding.group.calls import Call, client, driver_handle
 from tests.group.conftest import make_group
 
 
@@ -47,7 +46,7 @@ def test_ranks_stream_as_they_finish(group: ShardedModelGroup, tmp_path: Path) -
 
     gates = [tmp_path / "a", tmp_path / "b"]
     call = group.call.remote(wait, PerRank(gates))
-    assert repr(call) == "<Call call: running, 0 of 2 ranks finished>"
+    assert repr(call) == "<Call call: running>"
     assert not call.done()
     assert group.state is GroupState.BUSY
     with pytest.raises(TimeoutError, match="still runs"):
@@ -55,7 +54,6 @@ def test_ranks_stream_as_they_finish(group: ShardedModelGroup, tmp_path: Path) -
     stream = call.stream()
     gates[1].touch()
     assert next(stream) == (1, "b")
-    assert repr(call) == "<Call call: running, 1 of 2 ranks finished>"
     gates[0].touch()
     assert list(stream) == [(0, "a")]
     assert call.per_rank() == ["a", "b"]
@@ -297,18 +295,17 @@ def test_what_is_the_drivers_own_needs_no_thread_but_may_have_one() -> None:
 
 
 def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_MAX_BYTES", 1_000_000)
-    queue = group._supervisor._waiting
+    monkeypatch.setattr(client, "_MAX_BYTES", 1_000_000)
     first = group.call.remote(time.sleep, 0.3)
     begun = time.monotonic()
     calls = []
     for _ in range(8):
         calls.append(group.call.remote(lambda tensor: tensor.numel(), torch.zeros(100_000)))
-        assert queue.num_bytes < 2_000_000
+        assert group._client._num_bytes < 2_000_000
     assert time.monotonic() - begun > 0.2, "remote() waits for room"
     assert first.done()
     assert [call.result() for call in calls] == [[100_000] * 2] * 8
-    assert queue.num_bytes == 0
+    assert group._client._num_bytes == 0
 
 
 def test_a_callback_that_would_wait_is_refused_at_once(
@@ -350,7 +347,7 @@ def test_a_callback_that_would_wait_is_refused_at_once(
             tried.append(name)
             try:
                 if name == "a full queue":
-                    monkeypatch.setattr(waiting, "_MAX_BYTES", 0)
+                    monkeypatch.setattr(client, "_MAX_BYTES", 0)
                 said[name] = f"returned {wait()}"
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from raysharding import Call, CopyReport, FitReport, LoadReport, SaveReport, ShardedModelGroup
 from raysharding.group import Handle
 from raysharding.group.cluster import StatusReport
-from raysharding.group.recovery import RestartReport
+from raysharding.group.launch import RestartReport
 
 RESULTS = {
     "forward": Any,

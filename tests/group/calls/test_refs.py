@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import nn
 
 from raysharding import GroupError, Out, PerRank, Same, ShardedModelGroup, Split
 from raysharding.group import GroupState
-from raysharding.group.rpc import pack
+from raysharding.group.calls import Call
+from raysharding.group.messages import pack
 from tests.clock import now
-from tests.conftest import rank_processes
+from tests.conftest import make_group, rank_processes
 
 ROWS = torch.arange(32.0).reshape(4, 8)
 
@@ -92,6 +94,31 @@ def test_nothing_of_a_reference_is_left(group: ShardedModelGroup) -> None:
         assert now() < until, keepers
         time.sleep(0.05)
     assert call.result() == [0, 0]
+
+
+def test_ray_waits_for_a_call_of_the_driver_or_in_steps(group: ShardedModelGroup, reference: nn.Module) -> None:
+    """Their results come about in the driver, not on the ranks."""
+    gathering, asking = group.state_dict.remote().ref(), group.status.remote().ref()
+    torch.testing.assert_close(ray.get(gathering, timeout=60), dict(reference.state_dict()))
+    assert ray.get(asking, timeout=60)["name"] == group.name
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reference_outlives_its_group(checkpoint: Path) -> None:
+    group = make_group(checkpoint, world_size=1)
+    ref = group.call.remote(torch.zeros, 100_000).ref()
+    ray.wait([ref], timeout=60)
+    assert ray.get(group.shutdown.remote().ref(), timeout=60) is None
+    assert [one.shape for one in ray.get(ref)] == [(100_000,)]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_cannot_be_pickled_is_told_by_the_reference() -> None:
+    def fail() -> None:
+        raise ValueError("at step 3", threading.Lock())
+
+    with pytest.raises(GroupError, match=r"the result of fit, or its error, cannot be pickled: .*at step 3"):
+        ray.get(Call.in_thread("fit", fail).ref(), timeout=60)
 
 
 def test_a_failed_calls_reference_raises_its_error(group: ShardedModelGroup) -> None:
