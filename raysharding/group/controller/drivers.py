@@ -25,8 +25,6 @@ class Driver:
     """Number of its next call."""
     early: dict[int, asyncio.Event] = field(default_factory=dict)
     """Number → set when it is the turn of a call that arrived before those in front of it: Ray keeps no order."""
-    heard: float = 0.0
-    """When it last polled, by `time.monotonic`."""
 
     def wake(self) -> None:
         """End the waits of its calls that arrived early."""
@@ -60,7 +58,8 @@ class Drivers:
         self._name = name
         self._on_lost = on_lost
         self._drivers: dict[str, Driver] = {}
-        self._last_heard = time.monotonic()
+        self.last_heard = time.monotonic()
+        """When a driver last polled."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._drivers
@@ -84,7 +83,7 @@ class Drivers:
             owned: One object that its process owns and never makes: Ray reports the end of the owner.
         """
         before = self._drivers.get(key)
-        driver = self._drivers[key] = Driver(key, label, heard=time.monotonic())
+        driver = self._drivers[key] = Driver(key, label)
         if before is not None:  # the connection was lost: calls that were under way have failed there
             before.wake()
         start(self._watch(driver, owned[0]))
@@ -114,11 +113,7 @@ class Drivers:
     def heard(self, key: str) -> None:
         """Note that a driver has polled."""
         if key in self._drivers:
-            self._last_heard = self._drivers[key].heard = time.monotonic()
-
-    def seconds_silent(self) -> float:
-        """Return the seconds since the last poll of any driver."""
-        return time.monotonic() - self._last_heard
+            self.last_heard = time.monotonic()
 
     def take_claim(self, driver: Driver, what: str, key: str) -> GroupError | None:
         """Give a driver a claim, or return why it cannot have it."""
