@@ -260,8 +260,12 @@ class GroupController:
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
         """
-        refused = self._status.refusal(driver)
-        if refused is not None and self._status.state is not GroupState.BROKEN:
+        refused: GroupError | None = self._status.refusal(driver)
+        if self._status.state is GroupState.BROKEN:
+            refused = None
+        elif refused is None:
+            refused = self._drivers.refusal_of_restart(self._drivers[driver])
+        if refused is not None:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
@@ -384,7 +388,8 @@ class GroupController:
                 except ray.exceptions.RayError as error:
                     call.pair.withdraw(str(error).partition("\n")[0])
                 call.pair.watch(joint.other.copy_ended.remote(joint.key))
-        if submission.opens_claim is not None:
+        if submission.opens_claim is not None and self._drivers.claim is None:
+            call.opened = submission.opens_claim[1]
             self._drivers.take_claim(call.driver, *submission.opens_claim)
         self._queue.add(call)
 
@@ -439,8 +444,10 @@ class GroupController:
             self._break(verdict.broken_by, but=call)
         elif self._status.state is GroupState.BUSY and len(self._queue) == 1:
             self._status.move(GroupState.READY)
-        if call.submission.ends_claim is not None:
-            self._drivers.release_claim(call.submission.ends_claim)
+        ended = (call.submission.ends_claim, None if verdict.outcome.error is None else call.opened)
+        for claim in ended:
+            if claim is not None:
+                self._drivers.release_claim(claim)
         changed = verdict.outcome.error is not None or call.submission.save is not None
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 

@@ -151,6 +151,12 @@ class Drivers:
         why = beside[held.what]
         return GroupError(f"{self._name}: {method} is refused while {self._holder(driver)} runs: {why}")
 
+    def refusal_of_restart(self, driver: Driver) -> GroupError | None:
+        """Return why a driver must not restart ranks that are whole: another driver's claim; `None` if it may."""
+        if self.claim is None or self.claim.driver is driver:
+            return None
+        return GroupError(f"{self._name}: restart is refused while {self._holder(driver)} runs: its ranks are whole")
+
     def _holder(self, asking: Driver) -> str:
         assert self.claim is not None, "asked while there is one"
         what = "an open accumulation" if self.claim.what == "forward_backward" else self.claim.what
