@@ -110,6 +110,7 @@ def _settle(client: Client, record: FilesRecord) -> FilesRecord:
         remove_unfinished(save.path, save.token)
     committed = [save.token for save in record.begun if is_committed(save)]
     settled: FilesRecord = client.connection.ask("settled", [save.token for save in record.begun], committed)
+    client.pending.restarted()
     return settled
 
 
