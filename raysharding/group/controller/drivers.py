@@ -25,8 +25,6 @@ class Driver:
     """Number of its next call."""
     early: dict[int, asyncio.Event] = field(default_factory=dict)
     """Number → set when it is the turn of a call that arrived before those in front of it: Ray keeps no order."""
-    heard: float = 0.0
-    """When it last polled, by `time.monotonic`."""
 
     def wake(self) -> None:
         """End the waits of its calls that arrived early."""
@@ -84,7 +82,7 @@ class Drivers:
             owned: One object that its process owns and never makes: Ray reports the end of the owner.
         """
         before = self._drivers.get(key)
-        driver = self._drivers[key] = Driver(key, label, heard=time.monotonic())
+        driver = self._drivers[key] = Driver(key, label)
         if before is not None:  # the connection was lost: calls that were under way have failed there
             before.wake()
         start(self._watch(driver, owned[0]))
@@ -114,7 +112,7 @@ class Drivers:
     def heard(self, key: str) -> None:
         """Note that a driver has polled."""
         if key in self._drivers:
-            self._last_heard = self._drivers[key].heard = time.monotonic()
+            self._last_heard = time.monotonic()
 
     def seconds_silent(self) -> float:
         """Return the seconds since the last poll of any driver."""
