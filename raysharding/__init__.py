@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raysharding.config import *
     from raysharding.distributed import *
     from raysharding.errors import *
-    from raysharding.group import *
+    from raysharding.group import Call, EarlyStop, FitReport, FitStep, PredictReport, ShardedModelGroup
     from raysharding.worker import *
 
 __version__ = "0.1.0"
@@ -34,7 +34,6 @@ __all__ = [
     "FitStep",
     "GroupBrokenError",
     "GroupError",
-    "GroupTakenOverError",
     "LoadReport",
     "Loading",
     "Out",

@@ -373,10 +373,9 @@ class Placement:
     """An existing Ray placement group with one bundle for each rank, owned by the caller. Default: the group creates
     and removes its own."""
     port_range: tuple[int, int] | None = None
-    """First and last TCP port, both included, at which the driver listens until its ranks are connected, and rank 0's
-    store as long as the group lives. A node needs one for each of its groups and two more: a restart opens a new store
-    before the old one closes. Links between ranks (gloo, NCCL) take ports that the kernel chooses, as do these by
-    default."""
+    """First and last TCP port, both included, at which rank 0's store listens as long as the group lives: one for each
+    group whose rank 0 is on the node. Links between ranks (gloo, NCCL) take ports that the kernel chooses, as does the
+    store by default. All else is Ray's connections, whose ports `ray start` sets."""
 
     def __post_init__(self) -> None:
         known = self.strategy in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -405,22 +404,18 @@ class Timeouts:
     start_s: float = 180.0
     """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0
-    """Time for all ranks to connect to the driver; again, time for them to join the process group. Default 120."""
+    """Time for all ranks to join the process group. Default 120."""
     load_stall_s: float = 120.0
     """Longest time without a byte of progress in a load or save. Default 120."""
     call_s: float = 1800.0
     """Longest time of one call, measured from when the ranks begin it. Default 1800."""
     drain_s: float = 5.0
     """Time for ranks to finish after another rank failed; then they are stopped. Default 5."""
-    keep_s: float = 8.0
-    """Time for which a broken group's ranks are kept, so `restart()` can reuse their state. Ranks are kept only if no
-    rank's state is partially changed, and no rank is lost; otherwise they are stopped at once. 0 keeps no ranks. Set a
-    larger value in a notebook, where a person decides. Default 8: a failed group has released all its resources within
-    10 s."""
     lease_s: float | None = None
-    """Time for which ranks outlive a driver that does not run: a frozen driver (SIGSTOP, a paused machine), or the dead
-    driver of a named group. The driver renews the lease three times in that period; when the lease expires, the ranks
-    end and release their resources. At least 1. Default `None`: no lease; a frozen driver then holds its ranks."""
+    """Time for which a group outlives drivers that do not run: frozen ones (SIGSTOP, a paused machine), or the dead
+    drivers of a named group. Each driver renews the lease three times in that period; when it expires, the controller
+    ends the group and releases its resources. At least 1. Default `None`: no lease; a frozen driver then holds its
+    ranks."""
 
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
@@ -429,5 +424,3 @@ class Timeouts:
             _require(self, name, is_deadline, "give a positive number of seconds; a deadline is finite")
         is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
         _require(self, "lease_s", is_lease, "give None, or 1 second or more, such as 60")
-        is_time = _is_finite(self.keep_s) and self.keep_s >= 0
-        _require(self, "keep_s", is_time, "give a number of seconds, 0 or more")

@@ -13,8 +13,7 @@
     └── GroupError         (RuntimeError)  ranks failed: `primary` first, all in `failures`
         ├── CallTimeoutError (TimeoutError)  a call exceeded its deadline
         ├── CallCancelledError               a call was removed from the queue before any rank began it
-        └── GroupBrokenError                 the group failed earlier; `primary` holds the cause
-            └── GroupTakenOverError          another driver has attached to the group
+        └── GroupBrokenError                 the group failed earlier, or was shut down; `primary` holds the cause
 
 An error that users would catch by a builtin type also inherits from that type. If every rank raised the same builtin
 type, such as `ValueError`, the `GroupError` also inherits from that type (`caught_as`).
@@ -297,8 +296,4 @@ class CallCancelledError(GroupError):
 
 
 class GroupBrokenError(GroupError):
-    """The group failed earlier and rejects calls; `primary` holds the cause."""
-
-
-class GroupTakenOverError(GroupBrokenError):
-    """Another driver has attached to the group, so this driver's calls are rejected; the ranks keep running."""
+    """The group failed earlier (`primary` holds the cause), or was shut down, and rejects calls."""

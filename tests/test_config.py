@@ -32,7 +32,7 @@ def described_fields(class_name: str) -> dict[str, bool]:
     return found
 
 
-DEADLINES = [field.name for field in dataclasses.fields(Timeouts) if field.name not in ("keep_s", "lease_s")]
+DEADLINES = [field.name for field in dataclasses.fields(Timeouts) if field.name != "lease_s"]
 
 
 @pytest.mark.parametrize("config_type", CONFIGS)
@@ -103,7 +103,6 @@ BAD_PORT_RANGES = (29500, (29500,), (29500, 29400), (0, 80), (65535, 65536), (1.
         (Placement, "gpus_per_rank", True, "a part of a GPU"),
         (Placement, "gpus_per_rank", float("nan"), "a part of a GPU"),
         (Placement, "gpus_per_rank", "0.5", "a part of a GPU"),
-        (Timeouts, "keep_s", -1.0, "0 or more"),
         (Timeouts, "lease_s", 0.5, "1 second or more"),
         *((Timeouts, name, 0.0, "positive number of seconds") for name in DEADLINES),
     ],

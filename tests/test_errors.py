@@ -21,7 +21,6 @@ from raysharding.errors import (
     EmptyBatchError,
     GroupBrokenError,
     GroupError,
-    GroupTakenOverError,
     OutputTooLargeError,
     PlacementError,
     PlanError,
@@ -66,7 +65,6 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     CallTimeoutError("train_step took over 5 s", primary=DIED, failures={1: DIED}),
     GroupBrokenError("the group failed earlier", primary=DIED, failures={1: DIED}),
     CallCancelledError("forward was cancelled by Ctrl-C before any rank began it"),
-    GroupTakenOverError("group 'llama' was taken over by another driver"),
     PreflightError("1 error", problems=("error: interface: node 10.0.0.2: ...",)),
     DataError("has no rows", path="/data/rows.parquet"),
     EmptyBatchError("nothing counts"),
@@ -111,7 +109,6 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
         (CallTimeoutError, GroupError),
         (GroupBrokenError, GroupError),
         (CallCancelledError, GroupError),
-        (GroupTakenOverError, GroupBrokenError),
     ],
 )
 def test_is_caught_by_its_builtin_type(error_type: type[RayshardingError], builtin: type[Exception]) -> None:

@@ -499,7 +499,7 @@ def check_group_of_dead_devices(path: Path) -> None:
 
 def check_group_that_hangs(path: Path) -> None:
     """The rank that hangs is named, and the other one is said to wait for it."""
-    with group_checks.group_of(path, world_size=2, timeouts=Timeouts(call_s=3.0, keep_s=0.0)) as group:
+    with group_checks.group_of(path, world_size=2, timeouts=Timeouts(call_s=3.0)) as group:
         group.set_optimizer(torch.optim.SGD, lr=0.0)
         with pytest.raises(CallTimeoutError) as caught:
             group.train_step(Split(torch.ones(4, 8)), targets=Split(torch.zeros(4, 4)), loss=hang_on_rank_1)

@@ -38,7 +38,7 @@ def group_of(path: Path, kind: str, world_size: int) -> ShardedModelGroup:
         device=kind,
         world_size=world_size,
         placement=Placement(runtime_env=runtime_env, gpus_per_rank=gpus_per_rank),
-        timeouts=Timeouts(call_s=CALL_S, keep_s=60.0),
+        timeouts=Timeouts(call_s=CALL_S),
     )
 
 

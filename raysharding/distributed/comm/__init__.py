@@ -48,7 +48,6 @@ from raysharding.distributed.comm.rendezvous import (
     interface_of,
     join_process_group,
     leave_process_group,
-    listen,
     serve_store,
 )
 from raysharding.distributed.comm.spanning_group import PeerLostError, SpanningGroup

@@ -48,18 +48,17 @@ _LONGEST_S = 10.0
 Address = tuple[str, int]
 
 
-def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | None = None) -> socket.socket:
+def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int = 0) -> socket.socket:
     """Listen on one address of this machine. The caller need not accept connections.
 
     Args:
         host: The address.
         port_range: First and last port to try, in order. Default: the kernel chooses a free port.
-        rank: Rank that listens, for error messages. Default: the driver.
+        rank: Rank that listens, for error messages.
 
     Raises:
         RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
     """
-    who, missing = ("the driver", ()) if rank is None else (f"rank {rank}", (rank,))
     first, last = port_range or (0, 0)
     for port in range(first, last + 1):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -72,11 +71,11 @@ def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | 
         except OSError as error:
             listener.close()
             if port_range is None or error.errno != errno.EADDRINUSE:
-                message = f"{who} cannot listen on {host}: {error}; is it an address of this node?"
-                raise RendezvousError(message, missing_ranks=missing) from error
+                message = f"rank {rank} cannot listen on {host}: {error}; is it an address of this node?"
+                raise RendezvousError(message, missing_ranks=(rank,)) from error
     cure = "set Placement.port_range to more ports, or stop the programs that listen on these"
-    message = f"{who} cannot listen on {host}: every port from {first} to {last} is taken; {cure}"
-    raise RendezvousError(message, missing_ranks=missing)
+    message = f"rank {rank} cannot listen on {host}: every port from {first} to {last} is taken; {cure}"
+    raise RendezvousError(message, missing_ranks=(rank,))
 
 
 def check_reachable(
@@ -192,7 +191,7 @@ def serve_store(
     Raises:
         RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
     """
-    listener = listen(host, port_range, rank=0)
+    listener = listen(host, port_range)
     port = int(listener.getsockname()[1])
     # detach() passes on ownership of the descriptor: a socket object would close it when garbage-collected.
     store = TCPStore(

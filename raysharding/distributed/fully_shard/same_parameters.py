@@ -54,9 +54,6 @@ def compare_before_forward(module: nn.Module) -> None:
     world_size = get_world_size()
     if world_size == 1 or any(size != world_size for size, _ in mesh_sizes(module)):
         return
-    # After a restart in place: some ranks may have compared, and others not.
-    if module in _hooks:
-        _hooks.pop(module).remove()
 
     def compare(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() or any(num_shards > 1 for _, num_shards in mesh_sizes(module)):

@@ -104,7 +104,7 @@ def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> No
     """Show a call's progress in bytes until the call ends, with or without an error.
 
     Args:
-        call: A call whose bytes the supervision watches.
+        call: A call with `watch_progress`, whose bytes the controller asks the ranks for.
         title: Label of the bar.
         num_bytes: Bytes in total, used until the ranks report their own total.
         option: A callable is called with the bytes done and the bytes in total, about five times a second and once at

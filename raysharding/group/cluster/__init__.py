@@ -21,7 +21,6 @@ from raysharding.group.cluster.nodes import (
     cluster_capacity,
     facts_here,
     local_capacity,
-    replies,
     versions_here,
 )
 from raysharding.group.cluster.placement import (
@@ -45,7 +44,6 @@ from raysharding.group.cluster.placement import (
 from raysharding.group.cluster.ray_internals import (
     accelerator_names,
     actor_id,
-    client_session,
     dashboard_url,
     delete_record,
     delete_records_of_dead_jobs,

@@ -1,7 +1,7 @@
 """`connect`: starts or joins Ray as `ray.init()` does, but does not wait for a cluster that is gone.
 
-Note [Forks]: a forked child has its parent's objects but none of its threads, neither a group's supervision thread nor
-Ray's own. Anything that waits for those threads waits forever: a group's calls, and also every call of Ray, including
+Note [Forks]: a forked child has its parent's objects but none of its threads, neither those of a group nor Ray's own.
+Anything that waits for those threads waits forever: a group's calls, and also every call of Ray, including
 `ray.shutdown()` (Ray 2.60). If the parent was connected to Ray, the child can therefore not use a group, nor make one.
 """
 

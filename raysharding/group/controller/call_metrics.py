@@ -13,10 +13,7 @@ EXPORT_S = 5.0
 
 
 class CallMetrics:
-    """Sums up the calls of a group, and gives Ray the sums every 5 s: a call costs two additions.
-
-    Supervision thread only.
-    """
+    """Sums up the calls of a group, and gives Ray the sums every 5 s: a call costs two additions."""
 
     def __init__(self, group: str) -> None:
         """Create the metrics; nothing is exported yet.

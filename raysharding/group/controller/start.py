@@ -19,7 +19,6 @@ from raysharding.group.messages import Started, StartPlan
 from raysharding.group.ranks import RankInfo
 
 _PID = re.compile(r"\bpid: (\d+)")
-_AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
 def reserve_for(plan: StartPlan, name: str, tell: Callable[[str], None]) -> Reservation | None:

@@ -71,7 +71,7 @@ def pinned_for(datasets: Sequence[DatasetHandle], client: Client) -> Iterator[No
 
     Raises:
         GroupError: A rank does not answer. Raised after the body: if a rank is gone, the body's call raises a better
-            error, from the supervision.
+            error.
     """
     silent: GroupError | None = None
     try:

@@ -6,7 +6,6 @@ from raysharding.group.messages.commands import (
     RESULT_BYTES,
     Command,
     Mode,
-    OutputMode,
     Progress,
     Response,
     SaveStatus,
@@ -49,7 +48,5 @@ from raysharding.group.messages.packing import (
 from raysharding.group.messages.remote_error import (
     RemoteError,
     Stage,
-    has_lost_peers,
-    is_connection_error,
     record_exception,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from raysharding.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from raysharding.group.rank.actor import CONCURRENCY_GROUPS, REMOTE_RANK_ACTOR, ActorInfo, RankActor
+    from raysharding.group.rank.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
     from raysharding.group.rank.assignment import Assignment
     from raysharding.group.rank.dataset_blocks import DatasetBlocks
     from raysharding.group.rank.model_facts import ModelFacts
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONCURRENCY_GROUPS",
-    "REMOTE_RANK_ACTOR",
     "ActorInfo",
     "Assignment",
     "DatasetBlocks",

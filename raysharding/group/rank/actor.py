@@ -239,10 +239,6 @@ class RankActor:
         )
 
 
-REMOTE_RANK_ACTOR = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
-"""Actor class of the ranks, made once: Ray disassembles and exports every class that `ray.remote` makes."""
-
-
 def _end(lease_s: float) -> None:
     """End this process, whose lease has expired. `sys.exit` would only end a thread."""
     tell(f"the controller has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")

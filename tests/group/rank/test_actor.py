@@ -14,9 +14,10 @@ import torch
 
 from raysharding.batch import Out, RankBatch
 from raysharding.group.messages import COMMAND_BYTES, RESULT_BYTES, Command, Packed, Response, pack, pack_same
-from raysharding.group.rank import REMOTE_RANK_ACTOR, Assignment, Title
+from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, RankActor, Title
 from raysharding.group.ranks import RankInfo
 
+RANK: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
 _numbers = count(1)
 
 
@@ -41,7 +42,7 @@ def value(answer: tuple[Response, Any]) -> Any:
 @pytest.fixture(scope="module")
 def actor(cluster: None) -> Iterator[Any]:
     """A group of one rank that has joined."""
-    made = REMOTE_RANK_ACTOR.options(num_cpus=0).remote(Title("model", "group a", 0))
+    made = RANK.options(num_cpus=0).remote(Title("model", "group a", 0))
     ip = ray.util.get_node_ip_address()
     address = value(run(made, Command("serve_store", next(_numbers), pack_same("serve_store", ip, 30.0, None))))
     place = Assignment(RankInfo(0, "node", ip, 0, 0, "cpu"), 1, "", False, 1, 30.0, 30.0, 30.0)
@@ -166,7 +167,7 @@ def test_the_stores_address_travels_packed(actor: Any) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_whose_lease_is_not_renewed_ends_and_its_lifetime_says_so() -> None:
-    actor = REMOTE_RANK_ACTOR.options(num_cpus=0).remote(Title("model", "group a", 0), 60.0)
+    actor = RANK.options(num_cpus=0).remote(Title("model", "group a", 0), 60.0)
     ray.get(actor.renew.remote(1.0), timeout=60.0)
     begun = time.monotonic()
     with pytest.raises(ray.exceptions.RayActorError):
