@@ -64,7 +64,7 @@ class Connection:
         """
         self.controller = controller
         self.name = name
-        self.key = secrets.token_hex(8)
+        self.key = ""
         """Identifies this driver at the controller."""
         self.where = "?"
         """Node and process of the controller, for errors."""
@@ -93,7 +93,8 @@ class Connection:
         """
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         owned = [self.controller.never.remote()]
-        asking = self.controller.attach.remote(self.key, label, owned)
+        before, self.key = self.key or None, secrets.token_hex(8)
+        asking = self.controller.attach.remote(self.key, label, owned, before)
         attached: Attached = self.finish(asking, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0

@@ -102,16 +102,19 @@ class GroupController:
         self._ranks: Ranks | None = None
         self._is_open = False
 
-    async def attach(self, driver: str, label: str, owned: Sequence[ray.ObjectRef]) -> Attached:
+    async def attach(
+        self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None
+    ) -> Attached:
         """Add a driver.
 
         Args:
             driver: Its random key.
             label: Where it runs, for errors.
             owned: One result of `never`, which the driver's process owns: Ray reports the end of the owner.
+            before: The key under which it was connected before it took the controller for lost.
         """
         self._open()
-        self._drivers.add(driver, label, owned)
+        self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
         stored = self._record.stored
@@ -326,6 +329,7 @@ class GroupController:
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)
+        await asyncio.wait([start(asyncio.to_thread(remove_placement_groups, self._identity.key))], timeout=_END_S)
         await self._record.delete()
         start(self._exit())
 
@@ -459,11 +463,12 @@ class GroupController:
         if ranks is not self._ranks or ranks.is_stopping or not self._status.is_usable:
             return
         current = self._queue.current
-        if current is not None and current.running is not None:
+        if current is not None and current.running is not None and not current.running.is_over:
             current.running.died(rank, error, is_made=self._status.was_ready)
             return
         seen = failures.saw_death(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
-        self._break(failures.judge([seen], self._identity.title, timed_out=False))
+        but = current if current is not None and current.running is not None else None  # it ends by itself
+        self._break(failures.judge([seen], self._identity.title, timed_out=False), but=but)
 
     def _on_lost_driver(self, driver: Driver) -> None:
         error = GroupError(f"its driver ({driver.label}) has ended")

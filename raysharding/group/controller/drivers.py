@@ -74,28 +74,33 @@ class Drivers:
             raise GroupError(f"{self._name}: its controller was restarted, and does not know this driver yet")
         return self._drivers[key]
 
-    def add(self, key: str, label: str, owned: Sequence[ray.ObjectRef]) -> None:
+    def add(self, key: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None) -> None:
         """Add a driver.
 
         Args:
             key: Random key of its handle.
             label: Where it runs, for errors.
             owned: One object that its process owns and never makes: Ray reports the end of the owner.
+            before: Its key before it connected again: calls that were under way have failed there.
         """
-        before = self._drivers.get(key)
+        if before is not None:
+            self._forget(before)
         driver = self._drivers[key] = Driver(key, label)
-        if before is not None:  # the connection was lost: calls that were under way have failed there
-            before.wake()
         start(self._watch(driver, owned[0]))
 
     def remove(self, key: str) -> None:
         """Forget a driver, its claim included."""
+        driver = self._forget(key)
+        if driver is not None:
+            self._on_lost(driver)
+
+    def _forget(self, key: str) -> Driver | None:
         driver = self._drivers.pop(key, None)
         if driver is not None:
             if self.claim is not None and self.claim.driver is driver:
                 self.claim = None
             driver.wake()
-            self._on_lost(driver)
+        return driver
 
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
