@@ -55,7 +55,6 @@ _ANSWER_S = 30.0
 _RELEASE_S = 40.0
 _KILL_S = 3.0
 _RETRY_S = 0.2
-_RENEWALS = 3
 _MAX_BYTES = 256 << 20
 
 
@@ -496,10 +495,8 @@ class Client:
         """Ask for the next snapshot, on the callback thread."""
         if self._snapshot.state is GroupState.CLOSED or not self.has_ray():
             return
-        lease_s = self.timeouts.lease_s
-        wait_s = _WATCH_S if lease_s is None else min(_WATCH_S, lease_s / _RENEWALS)
-        future = self.controller.watch.remote(self.key, self._snapshot.version, wait_s).future()
-        self._watching = time.monotonic() + wait_s + _SILENT_S, future
+        future = self.controller.watch.remote(self.key, self._snapshot.version, _WATCH_S).future()
+        self._watching = time.monotonic() + _WATCH_S + _SILENT_S, future
         future.add_done_callback(lambda ended: self._thread.call(partial(self._on_snapshot, ended)))
 
     def _on_snapshot(self, ended: concurrent.futures.Future[Snapshot]) -> None:
