@@ -19,7 +19,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding import Timeouts
+from raysharding import ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
@@ -211,6 +211,18 @@ def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
         time.sleep(1.5)
         assert group.call(lambda: 1) == [1, 1]
         assert group.state is GroupState.READY
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.filterwarnings("ignore:name='leased'")  # of the tests' own cluster
+def test_a_driver_with_timeouts_of_its_own_renews_the_lease_of_the_group(checkpoint: Path) -> None:
+    make_group(checkpoint, name="leased", timeouts=Timeouts(lease_s=1.0))  # and let go of
+    group = ShardedModelGroup.attach("leased", timeouts=Timeouts())
+    try:
+        time.sleep(3.0)
+        assert group.call(lambda: 1) == [1, 1]
+    finally:
+        group.shutdown()
 
 
 TRAINED = """

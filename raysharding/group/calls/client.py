@@ -49,7 +49,6 @@ _ANSWER_S = 30.0
 _RELEASE_S = 40.0
 _KILL_S = 3.0
 _RETRY_S = 0.2
-_RENEWALS = 3
 _MAX_BYTES = 256 << 20
 
 
@@ -68,7 +67,7 @@ class Client:
             max_output_bytes: Largest result of one rank, in bytes.
             is_named: True if the group outlives this driver.
         """
-        self.connection = Connection(controller, name, timeouts.lease_s, self._on_snapshot, self._on_lost)
+        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts

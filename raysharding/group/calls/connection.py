@@ -33,7 +33,6 @@ _SILENT_S = 10.0
 _ANSWER_S = 30.0
 _KILL_S = 3.0
 _RETRY_S = 0.2
-_RENEWALS = 3
 
 
 class Connection:
@@ -49,7 +48,6 @@ class Connection:
         self,
         controller: Any,
         name: str,
-        lease_s: float | None,
         on_snapshot: Callable[[Snapshot], None],
         on_lost: Callable[[GroupError], None],
     ) -> None:
@@ -58,7 +56,6 @@ class Connection:
         Args:
             controller: Handle of the group's controller.
             name: Name of the group in errors.
-            lease_s: See `Timeouts`.
             on_snapshot: Called with each new snapshot.
             on_lost: Called with the reason when the controller is lost, or Ray.
         """
@@ -72,7 +69,6 @@ class Connection:
         """What this driver last heard of the group."""
         self.thread = CallbackThread(f"calls of {name}", self._check)
         """Runs what this driver hears."""
-        self._lease_s = lease_s
         self._on_snapshot = on_snapshot
         self._on_lost = on_lost
         self._lost: GroupError | None = None
@@ -197,10 +193,8 @@ class Connection:
         """Ask for the next snapshot, on the callback thread."""
         if self.snapshot.state is GroupState.CLOSED or not self.has_ray():
             return
-        lease_s = self._lease_s
-        wait_s = _WATCH_S if lease_s is None else min(_WATCH_S, lease_s / _RENEWALS)
-        future = self.controller.watch.remote(self.key, self.snapshot.version, wait_s).future()
-        self._watching = time.monotonic() + wait_s + _SILENT_S, future
+        future = self.controller.watch.remote(self.key, self.snapshot.version, _WATCH_S).future()
+        self._watching = time.monotonic() + _WATCH_S + _SILENT_S, future
         future.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, ended)))
 
     def _on_answer(self, ended: concurrent.futures.Future[Snapshot]) -> None:

@@ -61,6 +61,7 @@ from raysharding.group.messages import (
 _LEAVE_S = 2.0
 _END_S = 20.0
 _NUM_NOTES = 100
+_RENEWALS = 3
 _EXIT_S = 0.2
 
 
@@ -131,10 +132,14 @@ class GroupController:
         self._drivers.remove(driver)
 
     async def watch(self, driver: str, version: int, wait_s: float) -> Snapshot:
-        """Return the group's snapshot when it differs from a version, or after `wait_s`; renews the lease."""
+        """Return the group's snapshot when it differs from a version, or after `wait_s`; renews the lease.
+
+        It returns earlier where the lease asks for it: a driver polls again at once.
+        """
         self._drivers.heard(driver)
         if version == self._version:
-            changed = self._changed
+            changed, lease_s = self._changed, self._identity.lease_s
+            wait_s = wait_s if lease_s is None else min(wait_s, lease_s / _RENEWALS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), wait_s)
         return self._snapshot()
