@@ -85,7 +85,7 @@ def test_a_load_that_overtakes_a_save_on_the_driver_is_the_older_one(checkpoint:
     """One thread has begun to submit a save when another one loads: the ranks' order counts, not the driver's."""
     other, save = tmp_path / "other", tmp_path / "save"
     ended: list[str] = []
-    held = Held()
+    held: Any = Held()
     with make_group(checkpoint, timeouts=Timeouts(drain_s=1.0), optimizer=torch.optim.SGD) as group:
         group.save(other)
         saving = threading.Thread(target=lambda: note(group.save.remote(save, overwrite=held), ended))
