@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.local.hosts import Host
 from cluster.local.ray_hosts import RayHosts
-from raysharding import FitStep, GroupError, Timeouts
+from raysharding import FitStep, GroupError, ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released
 from tests.cluster.driver import Driver
+from tests.controllers import controller_pids
 from tests.faults.test_controller import slow_files, square
 
 pytestmark = pytest.mark.timeout(240)
@@ -92,16 +94,33 @@ def restart() -> tuple[str, str | None, dict[str, torch.Tensor]]:
     return before.value, report.checkpoint, jobs.group().state_dict()
 
 
+def attach() -> None:
+    """Use the group that another driver has made."""
+    jobs._group = ShardedModelGroup.attach("doomed")
+
+
 @pytest.fixture
-def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[int]:
-    """The host of rank 0, and so of the controller, of a named group with a rank on each host; it comes back."""
-    ranks = driver.run(
-        jobs.start, str(checkpoint), name="doomed", timeouts=Timeouts(call_s=60.0, load_stall_s=30.0, drain_s=1.0)
-    )
-    assert ranks[0].node_ip == rays.hosts[1].address, "the one that sees the checkpoint"
-    yield 1
+def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[Host]:
+    """The host of the controller of a named group with a rank on each host, which `driver` is not on; it comes back."""
+    timeouts = Timeouts(call_s=60.0, load_stall_s=30.0, drain_s=1.0)
+    # It may be where the group was made, or where rank 0 is, which is where the checkpoint is seen.
+    maker = Driver(rays, rays.hosts[1])
+    maker.run(jobs.join)
+    ranks = maker.run(jobs.start, str(checkpoint), name="doomed", timeouts=timeouts)
+    assert ranks[0].node_ip == rays.hosts[1].address
+    maker.close()
+    maker.process.wait(30)
+    (pid,) = controller_pids()
+    (host,) = (host for host in rays.hosts if pid in host.pids())
+    assert host is not rays.hosts[0]
+    driver.run(attach)
+    yield host
     driver.run(jobs.stop)
-    host = rays.hosts[1]
+    renew(rays, driver, host)
+
+
+def renew(rays: RayHosts, driver: Driver, host: Host) -> None:
+    """Start a host anew."""
     host.kill()
     driver.run(jobs.await_nodes, 2)
     rays.start(host)
@@ -112,7 +131,7 @@ def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[int]:
     "phase", ["call", *(pytest.param(one, marks=pytest.mark.full) for one in ("idle", "save", "fit"))]
 )
 def test_a_controller_whose_node_is_lost_names_the_node(
-    phase: str, rays: RayHosts, driver: Driver, lost: int, tmp_path: Path
+    phase: str, rays: RayHosts, driver: Driver, lost: Host, tmp_path: Path
 ) -> None:
     """And the group comes back on another node, from its newest save."""
     saved = driver.run(save, tmp_path / "saved")
@@ -122,13 +141,12 @@ def test_a_controller_whose_node_is_lost_names_the_node(
     while not begun.exists():
         assert now() < until
         time.sleep(0.01)
-    host = rays.hosts[lost]
-    host.kill()
     killed = now()
+    lost.kill()
     ended, said = driver.end()
     assert ended - killed < GIVE_UP_S
     assert "controller" in said
-    assert host.address in said
+    assert lost.address in said
     assert_released(*rays.hosts)
     before, checkpoint, weights = driver.run(restart)
     assert (before, checkpoint) == ("broken", str(tmp_path / "saved"))
@@ -148,8 +166,6 @@ def test_a_driver_lost_with_its_node_takes_its_unnamed_group_with_it(
     try:
         assert_released(*rays.hosts, within_s=GIVE_UP_S)
     finally:
-        driver.run(jobs.await_nodes, 2)
-        rays.start(host)
-        driver.run(jobs.await_nodes, 3)
+        renew(rays, driver, host)
     driver.run(jobs.start, str(checkpoint), cpus_per_rank=2.0, timeouts=Timeouts(place_s=30.0))
     driver.run(jobs.stop)
