@@ -14,7 +14,7 @@ import torch
 from raysharding import ShardedModelGroup
 from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 NUM_CALLS = 500
 LARGE = 100_000
