@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding import CallTimeoutError, GroupError, Placement
+from raysharding.group import GroupState
 from raysharding.group.cluster import Reservation
 from raysharding.group.controller.start import probe, rank_order, start_ranks
 from raysharding.group.messages import StartPlan
 from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 from raysharding.group.rank.actor import ActorInfo
 from tests.clock import now
+from tests.conftest import NUM_CPUS, free_cpus, make_group, placement_groups
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -114,6 +119,44 @@ def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:
     ]
     assert rank_order(infos, driver_node="3") == [5, 2, 4, 1, 3, 0]
     assert rank_order(infos, driver_node="1") == [4, 1, 5, 2, 3, 0]
+
+
+def test_an_interrupted_restart_waits_for_no_resources(checkpoint: Path) -> None:
+    with make_group(checkpoint, placement=Placement(cpus_per_rank=4)) as group:
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(GroupError):
+            group.call(time.sleep, 60)
+        wait_until(lambda: free_cpus() == NUM_CPUS)
+        squatter = placement_group([{"CPU": 2}])
+        assert squatter.wait(20)
+        others = placement_groups()
+        try:
+            restarting = threading.Thread(target=lambda: raised.append(stopped(group.restart)))
+            raised: list[str] = []
+            restarting.start()
+            wait_until(lambda: bool(placement_groups() - others))
+            group.interrupt()
+            restarting.join(10)
+            assert "was stopped" in raised[0]
+            assert group.state is GroupState.BROKEN
+            wait_until(lambda: not placement_groups() - others)
+        finally:
+            remove_placement_group(squatter)
+        assert group.restart().world_size == 2
+        assert group.call(int) == [0, 0]
+
+
+def stopped(restart: Callable[[], object]) -> str:
+    with pytest.raises(GroupError) as caught:
+        restart()
+    return str(caught.value)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    begun = now()
+    while not is_so():
+        assert now() - begun < 10
+        time.sleep(0.05)
 
 
 SHARED = """
