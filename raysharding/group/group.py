@@ -541,7 +541,7 @@ class ShardedModelGroup:
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
-        claim = "forward_backward", self._client.key
+        claim = "forward_backward", self._client.connection.key
         options: dict[str, Any] = {"collect": collect_rank0, "opens_claim": claim}
         options |= self._unless_fit("forward_backward")
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
@@ -1170,7 +1170,7 @@ class ShardedModelGroup:
     @property
     def saves(self) -> tuple[str, ...]:
         """Paths of the committed saves, including background saves, in the order in which they were committed."""
-        return self._client.snapshot.saves
+        return self._client.connection.snapshot.saves
 
     @property
     def _running(self) -> RunningGroup:
@@ -1284,7 +1284,7 @@ class ShardedModelGroup:
     @blocking
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds, in MiB."""
-        self._client.refuse_if_unusable()
+        self._client.connection.refuse_if_unusable()
         return memory_table(rank_statuses(self._client))
 
     @driver_handle
@@ -1346,8 +1346,8 @@ class ShardedModelGroup:
         Raises:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
         """
-        self._client.refuse_if_unusable()
-        stacks: dict[int, str] = self._client.ask("stacks")
+        self._client.connection.refuse_if_unusable()
+        stacks: dict[int, str] = self._client.connection.ask("stacks")
         return stacks
 
     @blocking
@@ -1387,7 +1387,7 @@ class ShardedModelGroup:
             GroupBrokenError: The group is broken or shut down. A `fit` that is restarting it ends nevertheless.
         """
         self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
-        self._client.refuse_if_unusable()
+        self._client.connection.refuse_if_unusable()
         stopping = self._client.interrupt_soon("")
         self._client.wait_stopped(stopping, timeout_s)
         return stopping.result(0) if stopping.done() else 0
@@ -1437,8 +1437,8 @@ class ShardedModelGroup:
     @property
     def _ends(self) -> dict[str, Any]:
         """Options of a call with which an open accumulation of this driver ends."""
-        return {"ends_claim": self._client.key}
+        return {"ends_claim": self._client.connection.key}
 
     def _update_spec(self) -> None:
         """Keep the optimizer's factory for a restart."""
-        self._client.ask("update", packed_spec(replace(self._running.spec, optimizer=self._optimizer)))
+        self._client.connection.ask("update", packed_spec(replace(self._running.spec, optimizer=self._optimizer)))

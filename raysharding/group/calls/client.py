@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import os
-import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +14,16 @@ import ray
 
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
-from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError
+from raysharding.errors import GroupBrokenError, GroupError, RayshardingError
 from raysharding.group.calls.call import Call, Collect, collect_all, collect_rank0
-from raysharding.group.calls.callback_thread import CallbackThread, refuse_to_wait
+from raysharding.group.calls.callback_thread import refuse_to_wait
+from raysharding.group.calls.connection import Connection
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.calls.pending_saves import PendingSaves
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, actor_id, is_dead, ray_session, tell
+from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
-    Attached,
     GroupState,
     Interrupted,
     Item,
@@ -34,27 +31,18 @@ from raysharding.group.messages import (
     Outcome,
     Packed,
     Part,
-    ProbeReplies,
     Sent,
     Snapshot,
     Submission,
-    broken,
     closed,
     decoded,
     encoded,
-    lines_after,
     pack_batches,
     pack_same,
 )
 from raysharding.group.ranks import RankInfo
 
-_WATCH_S = 4.0
-_SILENT_S = 10.0
-"""Silence of the controller, beyond its answer's due time, after which this driver ends it."""
-_ANSWER_S = 30.0
 _RELEASE_S = 40.0
-_KILL_S = 3.0
-_RETRY_S = 0.2
 _MAX_BYTES = 256 << 20
 
 
@@ -73,87 +61,36 @@ class Client:
             max_output_bytes: Largest result of one rank, in bytes.
             is_named: True if the group outlives this driver.
         """
-        self.controller = controller
+        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost)
+        """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
         self.max_output_bytes = max_output_bytes
         self.is_named = is_named
-        self.key = secrets.token_hex(8)
-        """Identifies this driver at the controller."""
         self.pending = PendingSaves(self.saved_bytes)
         """Saves in the background."""
-        self.where = "?"
-        """Node and process of the controller, for errors."""
-        self._session = ray_session()
-        self._snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
-        self._lost: GroupError | None = None
         self._next_number = 0
         self._calls: dict[int, tuple[Call, int]] = {}
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
-        self._connected = threading.Event()
-        self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
-        self._told = 0
-        self._gcs = GcsMonitor()
-        self._thread = CallbackThread(f"calls of {name}", self._check)
-        atexit.register(self._thread.stop)
-
-    def attach(self, within_s: float = _ANSWER_S) -> Attached:
-        """Connect this driver to the controller, and begin to follow the group.
-
-        Args:
-            within_s: Deadline; the controller's process may have to start.
-
-        Raises:
-            GroupError: The controller is gone, or does not answer.
-        """
-        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
-        asking = self.controller.attach.remote(self.key, label, owned)
-        attached: Attached = self.finish(asking, within_s=within_s)
-        self.where = attached.where
-        self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
-        self._snapshot = replace(self._snapshot, version=-1)  # a controller that was restarted counts anew
-        self._take(attached.snapshot)
-        self._next_number = 0
-        self._connected.set()
-        self._thread.call(self._watch)
-        return attached
+        atexit.register(self.connection.thread.stop)
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Where each rank runs, by rank."""
-        return self._snapshot.ranks
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """What this driver last heard of the group."""
-        return self._snapshot
+        return self.connection.snapshot.ranks
 
     @property
     def state(self) -> GroupState:
         """State of the group: BUSY while a call of this driver runs or is queued."""
-        if self._lost is not None and self._snapshot.state is not GroupState.CLOSED:
-            return GroupState.BROKEN
-        state = self._snapshot.state
+        state = self.connection.state
         return GroupState.BUSY if state is GroupState.READY and self._calls else state
 
     @property
     def cause(self) -> GroupError | None:
         """The error that broke the group."""
-        return self._lost or self._snapshot.cause
-
-    def refuse_if_unusable(self) -> None:
-        """Raise the error of a call on a broken or closed group.
-
-        Raises:
-            GroupBrokenError: The group is broken (with the cause), or shut down.
-        """
-        if self._snapshot.state is GroupState.CLOSED:
-            raise closed(self.name)
-        if (cause := self.cause) is not None:
-            raise broken(self.name, cause)
+        return self.connection.cause
 
     def submit_batches(
         self,
@@ -230,70 +167,17 @@ class Client:
         """
         return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
 
-    def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """Call a method of the controller and wait for its result; see `finish`."""
-        return self.finish(self.begin(method, *args), within_s=within_s)
-
-    def begin(self, method: str, *args: Any) -> ray.ObjectRef:
-        """Call a method of the controller; `finish` returns its result."""
-        self._require_ray()
-        self._connected.wait(_ANSWER_S)  # a controller that Ray has restarted does not know this driver at once
-        ref: ray.ObjectRef = getattr(self.controller, method).remote(*args)
-        return ref
-
-    def finish(self, ref: ray.ObjectRef, *, within_s: float | None) -> Any:
-        """Wait for the result of a method of the controller.
-
-        Args:
-            ref: What `begin` returned.
-            within_s: Deadline; `None`: the method has its own, and this driver notices the loss of the controller.
-
-        Raises:
-            GroupError: The controller is gone, or does not answer in time.
-            Exception: What the method raised.
-        """
-        try:
-            return ray.get(ref, timeout=within_s)
-        except ray.exceptions.GetTimeoutError:
-            what = f"{self.name}: its controller ({self.where}) does not answer within {within_s:g} s"
-            raise CallTimeoutError(what) from None
-        except ray.exceptions.RayActorError as error:
-            raise self._controller_died(error) from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, Exception):
-                raise error.cause from None
-            raise
-
-    def probe(self, method: str, *args: Any, within_s: float, ranks: Sequence[int] | None = None) -> ProbeReplies:
-        """Call a control method on ranks, also while they run a command."""
-        replies: ProbeReplies = self.ask("probe", method, args, within_s, ranks, within_s=within_s + _ANSWER_S)
-        return replies
-
-    def tell_ranks(self, method: str, *args: Any) -> None:
-        """Call a control method on all ranks without waiting; after the end of Ray nothing happens."""
-        if self.has_ray():
-            self.controller.probe.remote(method, args, _ANSWER_S)
-
     def release_claim(self, key: str) -> None:
         """End a claim, without waiting."""
-        if self.has_ray() and self._snapshot.state is not GroupState.CLOSED:
-            self.controller.release_claim.remote(key)
-
-    def refresh(self) -> Snapshot:
-        """Ask for the group's snapshot now."""
-        self._take(self.ask("watch", self.key, -1, 0.0))
-        return self._snapshot
+        if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
+            self.connection.controller.release_claim.remote(key)
 
     def saved_bytes(self) -> dict[str, int]:
         """Return the bytes written so far of each save in the background that has not ended, by token."""
-        if self.cause is not None or self._snapshot.state is GroupState.CLOSED:
+        if self.cause is not None or self.connection.snapshot.state is GroupState.CLOSED:
             return {}
-        written: dict[str, int] = self.ask("saved_bytes")
+        written: dict[str, int] = self.connection.ask("saved_bytes")
         return written
-
-    def has_ray(self) -> bool:
-        """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""
-        return ray_session() == self._session
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
@@ -317,49 +201,52 @@ class Client:
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
-        self._thread.call(lambda: self.has_ray() and self.controller.stop.remote(reason))
+        self.connection.thread.call(
+            lambda: self.connection.has_ray() and self.connection.controller.stop.remote(reason)
+        )
 
     def tell_soon(self, line: str) -> None:
         """Write a line to stderr on another thread, for a signal handler, which must not."""
-        self._thread.call(partial(tell, line))
+        self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
         """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent."""
         try:
-            if self.has_ray() and self._snapshot.state is not GroupState.CLOSED:
-                self.ask("shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S)
+            if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
+                self.connection.ask(
+                    "shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S
+                )
         except GroupError:
             pass  # it is gone, or is ended below
         finally:
-            self._end_controller(for_good=True)
+            self.connection.end_controller(for_good=True)
             self._close()
 
     def detach(self) -> None:
         """Leave the group to its other drivers."""
-        if self.has_ray():
-            self.controller.detach.remote(self.key)
+        if self.connection.has_ray():
+            self.connection.controller.detach.remote(self.connection.key)
         self._close()
 
     def dropped_soon(self) -> None:
         """Handle the loss of the last reference to the group: shut it down, unless it has a name."""
-        self._thread.call(self._drop)
+        self.connection.thread.call(self._drop)
 
     def _drop(self) -> None:
         if self.is_named:
             self.detach()
-        elif self.has_ray():
-            self.controller.shutdown.remote(f"{self.name} was dropped")
+        elif self.connection.has_ray():
+            self.connection.controller.shutdown.remote(f"{self.name} was dropped")
             self._close()
 
     def _close(self) -> None:
-        self._take(replace(self._snapshot, state=GroupState.CLOSED, version=self._snapshot.version))
+        self.connection.close()
         self._fail_calls(closed(self.name))
-        self._thread.stop()
-        atexit.unregister(self._thread.stop)
+        atexit.unregister(self.connection.thread.stop)
 
     def _refuse(self) -> None:
         """Raise if the group is unusable or a save in the background has failed."""
-        self.refuse_if_unusable()
+        self.connection.refuse_if_unusable()
         self.pending.raise_failed()
 
     def _submit(
@@ -374,7 +261,7 @@ class Client:
         """Put large arguments into the object store, and send the call to the controller."""
         num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
         self._wait_for_room(method, num_bytes)
-        self._require_ray()
+        self.connection.require_ray()
         try:
             whole = None if shared is None else _stored(shared)
             submission = Submission(method, tuple(map(_stored, parts)), deadline_s, shared=whole, **options)
@@ -384,8 +271,10 @@ class Client:
         sent = encoded(submission, has_refs=any(isinstance(part, ray.ObjectRef) for part in stored))
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
         with MaskedInterrupts(), self._submitting:
-            self.refuse_if_unusable()
-            self._send(call, self.controller.submit.remote(self.key, self._next_number, sent), num_bytes)
+            self.connection.refuse_if_unusable()
+            self._send(
+                call, self.connection.controller.submit.remote(self.connection.key, self._next_number, sent), num_bytes
+            )
         return call
 
     def submit_pair(
@@ -403,7 +292,7 @@ class Client:
         clients = self, other
         calls = [Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in clients]
         parts = [(pack_same(method, arg),) for arg in args]
-        leads = actor_id(self.controller) < actor_id(other.controller)
+        leads = actor_id(self.connection.controller) < actor_id(other.connection.controller)
         leader, follower = (0, 1) if leads else (1, 0)
         first, second = clients[leader], clients[follower]
         with MaskedInterrupts(), first._submitting, second._submitting:
@@ -411,8 +300,8 @@ class Client:
                 one._refuse()
             number, there = first._next_number, second._next_number
             joints = (
-                Joint(key, second.controller, second.name, True, second.key, there),
-                Joint(key, first.controller, first.name, False),
+                Joint(key, second.connection.controller, second.name, True, second.connection.key, there),
+                Joint(key, first.connection.controller, first.name, False),
             )
             beside = [{}, refused_beside]
             own, its = (
@@ -420,8 +309,8 @@ class Client:
                 for at, one, joint in zip((leader, follower), (first, second), joints, strict=True)
             )
             refs = (
-                first.controller.submit.remote(first.key, number, replace(own, other=its)),
-                second.controller.outcome.remote(second.key, there),
+                first.connection.controller.submit.remote(first.connection.key, number, replace(own, other=its)),
+                second.connection.controller.outcome.remote(second.connection.key, there),
             )
             for one, at, ref in ((first, leader, refs[0]), (second, follower, refs[1])):
                 one._send(calls[at], ref, 0)
@@ -435,18 +324,22 @@ class Client:
         with self._changed:
             self._calls[number] = call, num_bytes
             self._num_bytes += num_bytes
-        ref.future().add_done_callback(lambda ended: self._thread.call(partial(self._on_outcome, number, ended)))
+        ref.future().add_done_callback(
+            lambda ended: self.connection.thread.call(partial(self._on_outcome, number, ended))
+        )
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of a call's result; see `RunningCall.item`."""
-        self._require_ray()
-        future: concurrent.futures.Future[Item] = self.controller.item.remote(self.key, number, index).future()
+        self.connection.require_ray()
+        future: concurrent.futures.Future[Item] = self.connection.controller.item.remote(
+            self.connection.key, number, index
+        ).future()
         return future
 
     def progress(self, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
         try:
-            done: tuple[int, int] = self.ask("progress", self.key, number)
+            done: tuple[int, int] = self.connection.ask("progress", self.connection.key, number)
         except GroupError:
             return 0, 0  # the call itself raises it
         return done
@@ -465,7 +358,7 @@ class Client:
         if error is None:
             self._end(number, decoded(ended.result()))
         elif isinstance(error, ray.exceptions.RayActorError):
-            self._on_controller_lost(self._controller_died(error))
+            self.connection.controller_lost(self.connection.controller_died(error))
         else:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             known = (
@@ -479,7 +372,7 @@ class Client:
             self._num_bytes -= num_bytes
             self._changed.notify_all()
         if outcome.snapshot is not None:
-            self._take(outcome.snapshot)
+            self.connection.take(outcome.snapshot)
         if call is None:
             return  # it has ended with the group
         for rank, sent in enumerate(outcome.sent):
@@ -491,106 +384,21 @@ class Client:
         for number in list(self._calls):
             self._end(number, Outcome(error=error))
 
-    def _watch(self) -> None:
-        """Ask for the next snapshot, on the callback thread."""
-        if self._snapshot.state is GroupState.CLOSED or not self.has_ray():
-            return
-        future = self.controller.watch.remote(self.key, self._snapshot.version, _WATCH_S).future()
-        self._watching = time.monotonic() + _WATCH_S + _SILENT_S, future
-        future.add_done_callback(lambda ended: self._thread.call(partial(self._on_snapshot, ended)))
-
-    def _on_snapshot(self, ended: concurrent.futures.Future[Snapshot]) -> None:
-        if self._watching is None or ended is not self._watching[1]:
-            return  # of before a reconnection
-        self._watching = None
-        error = ended.exception()
-        if error is None:
-            self._take(ended.result())
-            self._watch()
-        elif isinstance(error, ray.exceptions.RayActorError):
-            self._on_controller_lost(self._controller_died(error))
-        else:
-            self._on_controller_lost(GroupError(f"{self.name}: its controller failed: {error}"))
-
-    def _take(self, snapshot: Snapshot) -> None:
-        """Take what the controller says of the group; replies do not arrive in order."""
-        if snapshot.version < self._snapshot.version:
-            return
-        if not snapshot.ranks:  # of a controller that was restarted: where the last ranks ran is still of use
-            snapshot = replace(snapshot, ranks=self._snapshot.ranks, log_paths=self._snapshot.log_paths)
-        self._snapshot = snapshot
-        for number, line in lines_after(snapshot.notes, self._told):
-            tell(line)
-            self._told = number
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
         self.pending.note(snapshot.ended_saves)
         if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
-            self.pending.lose(self.cause or closed(self.name))
+            self.pending.lose(snapshot.cause or closed(self.name))
 
-    def _check(self) -> None:
-        """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
-        if self._lost is not None or self._snapshot.state is GroupState.CLOSED:
-            return
-        if not self.has_ray():
-            lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
-            self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
-        elif self._gcs.seconds_silent() > GCS_GONE_S:
-            self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
-        elif self._watching is not None and time.monotonic() > self._watching[0]:
-            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended"
-            self._watching = None
-            self._end_controller(for_good=False)
-            self._on_controller_lost(GroupError(what))
-
-    def _on_controller_lost(self, error: GroupError) -> None:
-        """Break the group, and connect to the controller that Ray starts in the place of the lost one."""
-        if self._lost is not None or self._snapshot.state is GroupState.CLOSED:
-            return
-        self._connected.clear()
-        self._lose(error)
-        threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
-
-    def _reconnect(self, error: GroupError) -> None:
-        attached, until = None, time.monotonic() + _ANSWER_S
-        while attached is None:
-            try:
-                attached = self.attach()
-            except RayshardingError:
-                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
-                    self._connected.set()
-                    return  # it is gone for good: the group stays BROKEN by its loss
-                time.sleep(_RETRY_S)
-        if attached.spec is not None:  # else it was lost before the group was READY
-            self._lost = None
-            if attached.snapshot.state is GroupState.BROKEN:
-                self._take(replace(attached.snapshot, cause=error))
-
-    def _lose(self, error: GroupError) -> None:
-        self._lost = error
+    def _on_lost(self, error: GroupError) -> None:
+        self._next_number = 0  # a controller that is connected to counts anew
         self._fail_calls(error)
         self.pending.lose(error)
         with self._changed:
             self._changed.notify_all()
 
-    def _controller_died(self, error: BaseException) -> GroupError:
-        first = " ".join(str(error).split())[:600]
-        return GroupError(f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}")
-
-    def _require_ray(self) -> None:
-        """Raise instead of a call that would start Ray anew."""
-        if not self.has_ray():
-            raise GroupBrokenError(f"{self.name} is broken and refuses calls: Ray was shut down under the group")
-
-    def _end_controller(self, *, for_good: bool) -> None:
-        """Kill the controller's process; without its GCS Ray waits for a minute."""
-        if self.has_ray():
-            kill = partial(ray.kill, self.controller, no_restart=for_good)
-            killing = threading.Thread(target=kill, name="end controller", daemon=True)
-            killing.start()
-            killing.join(_KILL_S)
-
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         try:
-            found: Interrupted = self.ask("interrupt", self.key, source or "interrupt()")
+            found: Interrupted = self.connection.ask("interrupt", self.connection.key, source or "interrupt()")
         except (RayshardingError, ray.exceptions.RayError):
             stopping.set_result(0)
             return

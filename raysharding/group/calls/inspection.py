@@ -21,7 +21,7 @@ _MAX_TAIL_BYTES = 1 << 20
 
 def rank_statuses(client: Client) -> list[dict[str, Any]]:
     """Return by rank the items of `Worker.status`, where the rank runs, and `answers`: True if it answered in time."""
-    statuses = client.probe("status", within_s=STATUS_S).replies
+    statuses = client.connection.probe("status", within_s=STATUS_S).replies
     return [
         # The controller reports a rank that is dead or stopped.
         {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}
@@ -41,9 +41,9 @@ def read_log(client: Client, rank: int, num_lines: int) -> str:
     Raises:
         GroupError: The node is gone, does not answer within 30 s, or Ray was shut down.
     """
-    if not client.has_ray():
+    if not client.connection.has_ray():
         raise GroupError("Ray was shut down, which knows where the logs are")
-    snapshot = client.snapshot
+    snapshot = client.connection.snapshot
     info, log_paths = snapshot.ranks[rank], snapshot.log_paths[rank]
     if not log_paths:
         return "Ray keeps no log files of this rank\n"

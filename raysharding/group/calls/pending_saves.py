@@ -11,6 +11,7 @@ from raysharding.checkpoint import read_save_record
 from raysharding.checkpoint.writing import is_checkpoint
 from raysharding.errors import CheckpointError, GroupError
 from raysharding.group.calls.call import Call
+from raysharding.group.cluster import tell
 from raysharding.group.messages import BegunSave
 
 _POLL_S = 0.2
@@ -67,6 +68,17 @@ class PendingSaves:
                 self._end(save, GroupError(f"the save was lost with its ranks: {str(cause).splitlines()[0]}"))
             self._pending.clear()
             self._changed.notify_all()
+
+    def restarted(self) -> None:
+        """End the saves in progress, whose ranks are gone, and tell the failures that no call has raised.
+
+        Calls on the new ranks do not raise what failed on the old ones.
+        """
+        self.lose(GroupError("the group was restarted"))
+        with self._changed:
+            errors, self._errors = self._errors, []
+        for save, error in errors:
+            tell(f"the background save to {save.path} failed: {str(error).partition(chr(10))[0]}")
 
     def raise_failed(self) -> None:
         """Raise the failure of a save, once.

@@ -50,9 +50,7 @@ class ResultKeeper:
             self._results[key].set_exception(error)
 
 
-def ref_of(
-    name: str, when_done: Callable[[Callable[[Any], None]], None], result: Callable[[], Any]
-) -> ray.ObjectRef:
+def ref_of(name: str, when_done: Callable[[Callable[[Any], None]], None], result: Callable[[], Any]) -> ray.ObjectRef:
     """Return a reference to the result of a call.
 
     Args:

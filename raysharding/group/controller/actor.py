@@ -27,9 +27,10 @@ from raysharding.group.cluster import (
 )
 from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
-from raysharding.group.controller.call_metrics import CallMetrics
+from raysharding.group.controller.call_metrics import EXPORT_S, CallMetrics
 from raysharding.group.controller.copy_pair import CopyPair
 from raysharding.group.controller.drivers import Driver, Drivers
+from raysharding.group.controller.lease import end_without_renewal
 from raysharding.group.controller.look import all_stacks
 from raysharding.group.controller.members import Ranks, start
 from raysharding.group.controller.queue import CallQueue, QueuedCall
@@ -57,7 +58,6 @@ from raysharding.group.messages import (
     pack_same,
 )
 
-_TICK_S = 1.0
 _LEAVE_S = 2.0
 _END_S = 20.0
 _NUM_NOTES = 100
@@ -103,16 +103,19 @@ class GroupController:
         self._ranks: Ranks | None = None
         self._is_open = False
 
-    async def attach(self, driver: str, label: str, owned: Sequence[ray.ObjectRef]) -> Attached:
+    async def attach(
+        self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None
+    ) -> Attached:
         """Add a driver.
 
         Args:
             driver: Its random key.
             label: Where it runs, for errors.
             owned: One result of `never`, which the driver's process owns: Ray reports the end of the owner.
+            before: The key under which it was connected before it took the controller for lost.
         """
         self._open()
-        self._drivers.add(driver, label, owned)
+        self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
         stored = self._record.stored
@@ -265,8 +268,12 @@ class GroupController:
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
         """
-        refused = self._status.refusal(driver)
-        if refused is not None and self._status.state is not GroupState.BROKEN:
+        refused: GroupError | None = self._status.refusal(driver)
+        if self._status.state is GroupState.BROKEN:
+            refused = None
+        elif refused is None:
+            refused = self._drivers.refusal_of_restart(self._drivers[driver])
+        if refused is not None:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
@@ -327,6 +334,7 @@ class GroupController:
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)
+        await asyncio.wait([start(asyncio.to_thread(remove_placement_groups, self._identity.key))], timeout=_END_S)
         await self._record.delete()
         start(self._exit())
 
@@ -352,7 +360,9 @@ class GroupController:
         if self._record.stored is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{title}: its controller died, and the ranks with it"))
-        start(self._tick())
+        start(self._export())
+        if self._identity.lease_s is not None:
+            start(end_without_renewal(self._identity.lease_s, self._drivers, title, self._on_expired))
 
     async def _accept(self, driver: str, number: int, submission: Submission) -> QueuedCall:
         """Queue a call when those before it have arrived; a call that is refused has ended."""
@@ -387,7 +397,8 @@ class GroupController:
                 except ray.exceptions.RayError as error:
                     call.pair.withdraw(str(error).partition("\n")[0])
                 call.pair.watch(joint.other.copy_ended.remote(joint.key))
-        if submission.opens_claim is not None:
+        if submission.opens_claim is not None and self._drivers.claim is None:
+            call.opened = submission.opens_claim[1]
             self._drivers.take_claim(call.driver, *submission.opens_claim)
         self._queue.add(call)
 
@@ -416,7 +427,7 @@ class GroupController:
     async def _run_on_ranks(self, call: QueuedCall) -> Verdict:
         ranks, submission = self._ranks, call.submission
         assert ranks is not None, "calls are accepted once there are ranks"
-        save, load = await self._begin_files(submission)
+        begun = await self._record.begin(submission)
         if call.ended.done():  # the group broke meanwhile
             return Verdict(call.ended.result())
         options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
@@ -425,8 +436,15 @@ class GroupController:
         self._wake_began()
         verdict = await call.running.run()
         self._num_commands = call.running.number
-        if not call.ended.done():
-            await self._end_files(submission, save, load, verdict, ranks)
+        if call.ended.done() or verdict.outcome.error is not None:
+            return verdict
+        if begun.save is not None and submission.is_async_save:
+            number = verdict.outcome.sent[0]
+            assert isinstance(number, Packed), "a small int"
+            self._saves.follow(begun.save, number.unpack(), ranks)
+        elif begun.number:
+            await self._record.end(begun, keeps_adapters=verdict.keeps_adapters)
+            self._bump()
         return verdict
 
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
@@ -435,48 +453,27 @@ class GroupController:
             self._break(verdict.broken_by, but=call)
         elif self._status.state is GroupState.BUSY and len(self._queue) == 1:
             self._status.move(GroupState.READY)
-        if call.submission.ends_claim is not None:
-            self._drivers.release_claim(call.submission.ends_claim)
+        ended = (call.submission.ends_claim, None if verdict.outcome.error is None else call.opened)
+        for claim in ended:
+            if claim is not None:
+                self._drivers.release_claim(claim)
         changed = verdict.outcome.error is not None or call.submission.save is not None
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
-    async def _begin_files(self, submission: Submission) -> tuple[BegunSave | None, int]:
-        """Number a save or load in the order in which the ranks run them; the record of a save comes before it."""
-        if submission.save is not None:
-            save = self._files.begin_save(submission.save)
-            await self._record.write()
-            return save, save.number
-        return None, self._files.begin_load() if submission.loads is not None else 0
-
-    async def _end_files(
-        self, submission: Submission, save: BegunSave | None, load: int, verdict: Verdict, ranks: Ranks
-    ) -> None:
-        if verdict.outcome.error is not None:
-            return
-        if save is not None and submission.is_async_save:
-            number = verdict.outcome.sent[0]
-            assert isinstance(number, Packed), "a small int"
-            self._saves.follow(save, number.unpack(), ranks)
-        elif save is not None:
-            await self._on_committed(save)
-        elif submission.loads is not None:
-            self._files.loaded(submission.loads, load, keeps_adapters=verdict.keeps_adapters)
-            await self._record.write()
-
     async def _on_committed(self, save: BegunSave) -> None:
-        self._files.committed(save)
+        await self._record.committed(save)
         self._bump()
-        await self._record.write()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
         if ranks is not self._ranks or ranks.is_stopping or not self._status.is_usable:
             return
         current = self._queue.current
-        if current is not None and current.running is not None:
+        if current is not None and current.running is not None and not current.running.is_over:
             current.running.died(rank, error, is_made=self._status.was_ready)
             return
         seen = failures.saw_death(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
-        self._break(failures.judge([seen], self._identity.title, timed_out=False))
+        but = current if current is not None and current.running is not None else None  # it ends by itself
+        self._break(failures.judge([seen], self._identity.title, timed_out=False), but=but)
 
     def _on_lost_driver(self, driver: Driver) -> None:
         error = GroupError(f"its driver ({driver.label}) has ended")
@@ -527,24 +524,14 @@ class GroupController:
         await asyncio.wait([killing], timeout=_END_S)
         os._exit(1)  # without its GCS Ray kills nothing
 
-    async def _tick(self) -> None:
-        """Export the metrics, and end the group when no driver has renewed its lease."""
-        lease_s, last = self._identity.lease_s, time.monotonic()
-        stalled_s = 0.0
+    async def _on_expired(self, why: str) -> None:
+        self._note(why)
+        await self.shutdown(why)
+
+    async def _export(self) -> None:
         while self._status.state is not GroupState.CLOSED:
-            await asyncio.sleep(_TICK_S if lease_s is None else min(_TICK_S, lease_s / 20))
-            now = time.monotonic()
-            # Time in which this process did not run counts as two ticks: polls of that time are in its queue.
-            stalled_s += max(0.0, now - last - 2 * _TICK_S)
-            last = now
-            if self._metrics.is_due():
-                self._metrics.export(self._status.state)
-            silent_s = self._drivers.seconds_silent()
-            stalled_s = min(stalled_s, silent_s)
-            if lease_s is not None and silent_s - stalled_s > lease_s:
-                why = f"no driver has renewed the lease of {lease_s:g} s of {self._identity.title}"
-                self._note(why)
-                await self.shutdown(why)
+            await asyncio.sleep(EXPORT_S)
+            self._metrics.export(self._status.state)
 
     def _doing(self) -> str:
         current = self._queue.current

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Sums
 
 from ray.util.metrics import Counter, Gauge
 
 from raysharding.group.messages import GroupState
 
-_EXPORT_S = 5.0
+EXPORT_S = 5.0
+"""Seconds between two exports."""
 
 
 class CallMetrics:
@@ -29,20 +29,14 @@ class CallMetrics:
         self._state = Gauge("raysharding_state", described, tag_keys=("group", "state"))
         self._num_ended: Sums[str] = Sums()
         self._seconds_of: dict[str, float] = {}
-        self._exported = 0.0
 
     def call_ended(self, method: str, seconds: float) -> None:
         """Count a call."""
         self._num_ended[method] += 1
         self._seconds_of[method] = self._seconds_of.get(method, 0.0) + seconds
 
-    def is_due(self) -> bool:
-        """Return True if the last export was 5 s ago."""
-        return time.monotonic() - self._exported >= _EXPORT_S
-
     def export(self, state: GroupState) -> None:
         """Give Ray the sums since the last export, and the state. Ray must be initialized."""
-        self._exported = time.monotonic()
         for method, number in self._num_ended.items():
             tags = {**self._tags, "method": method}
             self._calls.inc(number, tags=tags)

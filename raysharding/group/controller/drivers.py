@@ -58,7 +58,8 @@ class Drivers:
         self._name = name
         self._on_lost = on_lost
         self._drivers: dict[str, Driver] = {}
-        self._last_heard = time.monotonic()
+        self.last_heard = time.monotonic()
+        """When a driver last polled."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._drivers
@@ -73,28 +74,33 @@ class Drivers:
             raise GroupError(f"{self._name}: its controller was restarted, and does not know this driver yet")
         return self._drivers[key]
 
-    def add(self, key: str, label: str, owned: Sequence[ray.ObjectRef]) -> None:
+    def add(self, key: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None) -> None:
         """Add a driver.
 
         Args:
             key: Random key of its handle.
             label: Where it runs, for errors.
             owned: One object that its process owns and never makes: Ray reports the end of the owner.
+            before: Its key before it connected again: calls that were under way have failed there.
         """
-        before = self._drivers.get(key)
+        if before is not None:
+            self._forget(before)
         driver = self._drivers[key] = Driver(key, label)
-        if before is not None:  # the connection was lost: calls that were under way have failed there
-            before.wake()
         start(self._watch(driver, owned[0]))
 
     def remove(self, key: str) -> None:
         """Forget a driver, its claim included."""
+        driver = self._forget(key)
+        if driver is not None:
+            self._on_lost(driver)
+
+    def _forget(self, key: str) -> Driver | None:
         driver = self._drivers.pop(key, None)
         if driver is not None:
             if self.claim is not None and self.claim.driver is driver:
                 self.claim = None
             driver.wake()
-            self._on_lost(driver)
+        return driver
 
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
@@ -112,11 +118,7 @@ class Drivers:
     def heard(self, key: str) -> None:
         """Note that a driver has polled."""
         if key in self._drivers:
-            self._last_heard = time.monotonic()
-
-    def seconds_silent(self) -> float:
-        """Return the seconds since the last poll of any driver."""
-        return time.monotonic() - self._last_heard
+            self.last_heard = time.monotonic()
 
     def take_claim(self, driver: Driver, what: str, key: str) -> GroupError | None:
         """Give a driver a claim, or return why it cannot have it."""
@@ -153,6 +155,12 @@ class Drivers:
             return None  # the accumulation is this driver's own
         why = beside[held.what]
         return GroupError(f"{self._name}: {method} is refused while {self._holder(driver)} runs: {why}")
+
+    def refusal_of_restart(self, driver: Driver) -> GroupError | None:
+        """Return why a driver must not restart ranks that are whole: another driver's claim; `None` if it may."""
+        if self.claim is None or self.claim.driver is driver:
+            return None
+        return GroupError(f"{self._name}: restart is refused while {self._holder(driver)} runs: its ranks are whole")
 
     def _holder(self, asking: Driver) -> str:
         assert self.claim is not None, "asked while there is one"

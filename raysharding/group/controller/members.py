@@ -51,7 +51,8 @@ class Ranks:
             on_death: Called once for each rank whose process has ended, with Ray's error.
         """
         self.members = tuple(members)
-        self.dead: set[int] = set()
+        self.dead: dict[int, BaseException] = {}
+        """Rank → Ray's error, of the ranks whose processes have ended."""
         self._reservation = reservation
         self._on_death = on_death
         self._changed = asyncio.Event()
@@ -75,7 +76,7 @@ class Ranks:
     def died(self, rank: int, error: BaseException) -> None:
         """Record the death of a rank; a second report is ignored."""
         if rank not in self.dead:
-            self.dead.add(rank)
+            self.dead[rank] = error
             self._changed.set()
             self._on_death(self, rank, error)
 

@@ -28,6 +28,8 @@ class QueuedCall:
     """The call."""
     pair: CopyPair | None = None
     """The pair that it is a part of."""
+    opened: str | None = None
+    """Key of the claim that began with this call."""
     running: RunningCall | None = None
     """The call on its way through the ranks; `None` before."""
     ended: asyncio.Future[Outcome] = field(default_factory=_future)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from raysharding.errors import GroupError
 from raysharding.group.cluster import delete_record, read_record, write_record
 from raysharding.group.controller.files import GroupFiles
-from raysharding.group.messages import FilesRecord, Packed
+from raysharding.group.messages import BegunSave, FilesRecord, Packed, Submission
 
 _KV_S = 20.0
 
@@ -23,6 +23,18 @@ class Stored:
     """The `GroupSpec`, with the optimizer's factory that was set last."""
     loaded: Packed
     """What the load has found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call that may be a save or a load."""
+
+    number: int
+    """Its number; 0 if it is neither."""
+    save: BegunSave | None = None
+    """The save."""
+    loads: str | None = None
+    """Files of the load."""
 
 
 class Record:
@@ -57,6 +69,28 @@ class Record:
         """Store another spec."""
         assert self._stored is not None, "the group was READY"
         self._stored = replace(self._stored, spec=spec)
+        await self.write()
+
+    async def begin(self, submission: Submission) -> Begun:
+        """Number a save or load in the order in which the ranks run them; the record of a save comes before it."""
+        if submission.save is not None:
+            save = self.files.begin_save(submission.save)
+            await self.write()
+            return Begun(save.number, save=save)
+        loads = submission.loads
+        return Begun(0) if loads is None else Begun(self.files.begin_load(), loads=loads)
+
+    async def end(self, begun: Begun, *, keeps_adapters: bool) -> None:
+        """Record that a save or load has succeeded; see `Verdict`."""
+        if begun.save is not None:
+            await self.committed(begun.save)
+        elif begun.loads is not None:
+            self.files.loaded(begun.loads, begun.number, keeps_adapters=keeps_adapters)
+            await self.write()
+
+    async def committed(self, save: BegunSave) -> None:
+        """Record that a save is committed."""
+        self.files.committed(save)
         await self.write()
 
     async def write(self) -> None:

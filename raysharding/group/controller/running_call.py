@@ -82,7 +82,8 @@ class RunningCall:
         self._arrived = ""
         self._items: list[Item] = []
         self._num_taken = 0
-        self._is_over = False
+        self.is_over = False
+        """True once the ranks have finished, or are waited for no longer."""
         self._changed = asyncio.Event()
 
     async def run(self) -> Verdict:
@@ -96,7 +97,7 @@ class RunningCall:
         finally:
             if polling is not None:
                 polling.cancel()
-            self._is_over = True
+            self.is_over = True
             self._changed.set()
         return self._judge()
 
@@ -104,7 +105,7 @@ class RunningCall:
         """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
         self._num_taken = max(self._num_taken, index)
         self._changed.set()
-        while len(self._items) <= index and not self._is_over:
+        while len(self._items) <= index and not self.is_over:
             await self._wait_changed()
         return self._items[index] if index < len(self._items) else Item(is_last=True)
 
@@ -121,7 +122,7 @@ class RunningCall:
         # Replaced at each change: several may wait.
         changed = self._changed
         await changed.wait()
-        if self._changed is changed and not self._is_over:
+        if self._changed is changed and not self.is_over:
             self._changed = asyncio.Event()
 
     async def _handed_on(self) -> None:
@@ -217,11 +218,13 @@ class RunningCall:
     def _on_ray_error(self, rank: int, error: ray.exceptions.RayError) -> None:
         """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         self.finished.add(rank)
-        if isinstance(error, ray.exceptions.RayActorError) and not self.ranks.is_stopping:
-            self.ranks.died(rank, error)
-            return
         if self.ranks.is_stopping:
             self._seen.append(failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)))
+            return
+        if isinstance(error, ray.exceptions.RayActorError):
+            self.ranks.died(rank, error)
+            if all(one.failure.rank != rank for one in self._seen):  # it was known before the call
+                self.died(rank, error, is_made=True)
             return
         info = self.ranks.members[rank].info
         message = f"Ray could not deliver the arguments to the rank: {error}"

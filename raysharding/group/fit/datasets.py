@@ -54,7 +54,7 @@ class DatasetHandle:
         """
         if not isinstance(self.source, DatasetBlocks):
             return
-        silent = client.probe("pin", self.source.key, self.refs, within_s=_PIN_S).silent
+        silent = client.connection.probe("pin", self.source.key, self.refs, within_s=_PIN_S).silent
         if silent:
             rank, why = next(iter(silent.items()))
             raise GroupError(f"the dataset cannot be sent to rank {rank}: {why}")
@@ -62,7 +62,7 @@ class DatasetHandle:
     def unpin(self, client: Client) -> None:
         """Make the ranks release the blocks; a dead rank holds none. Does not wait."""
         if isinstance(self.source, DatasetBlocks):
-            client.tell_ranks("pin", self.source.key, None)
+            client.connection.tell_ranks("pin", self.source.key, None)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class FitLock:
                 self._running, self._is_interrupted, self._what = run, False, what
                 if what == "fit":
                     self._last_step = None
-            refused: GroupError | None = client.ask("take_claim", client.key, what, run)
+            refused: GroupError | None = client.connection.ask("take_claim", client.connection.key, what, run)
             if refused is not None:
                 raise refused
             yield

@@ -190,7 +190,7 @@ class FitRun:
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self._client.snapshot.saves if path in self._paths]
+        committed = [path for path in self._client.connection.snapshot.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,

@@ -23,7 +23,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     chosen = Timeouts() if timeouts is None else timeouts
     client = Client(find_controller(name), f"group {name!r}", chosen, 0, is_named=True)
     try:
-        attached = client.attach(within_s=min(_ANSWER_S, chosen.call_s))
+        attached = client.connection.attach(within_s=min(_ANSWER_S, chosen.call_s))
         if attached.spec is None or attached.loaded is None:
             what = "the group's driver is still making it; attach when the group is READY"
             raise ValueError(f"name={name!r}: {what}")

@@ -90,7 +90,7 @@ def submit_copy(
     """
     clients = source[0], target[0]
     for client in clients:
-        client.refuse_if_unusable()
+        client.connection.refuse_if_unusable()
     path = source[1].find(*clients, merge)
     if path is None:
         path = WeightPath(*clients, merge, _store_address(clients[0]))
@@ -119,7 +119,7 @@ def submit_copy(
 
 
 def _store_address(client: Client) -> StoreAddress:
-    replies = client.probe("store_address", within_s=_ANSWER_S, ranks=[0]).replies
+    replies = client.connection.probe("store_address", within_s=_ANSWER_S, ranks=[0]).replies
     if 0 not in replies:
         raise GroupError(f"{client.name}: rank 0 does not answer")
     address: StoreAddress = replies[0].unpack()
@@ -155,7 +155,7 @@ class _Copy:
         if error is not None or any(one["lost"] is not None for one in call.values()):
             self._path.is_closed = True
             # Ranks that are in the copy, or about to begin it, wait for the other group's, which do not answer.
-            self._clients[1 - number].tell_ranks("stop_copy", self._key)
+            self._clients[1 - number].connection.tell_ranks("stop_copy", self._key)
         with self._lock:
             self._num_ended += 1
             is_last = self._num_ended == len(self._calls)

@@ -66,11 +66,11 @@ def _diagnose(placement: Placement) -> PreflightReport:
     preflight = Preflight(client, thorough=True)
     preflight.add(findings)
     try:
-        client.attach()
-        started: Started = client.ask(
-            "start_ranks", client.key, _plan(spec, chosen * 2 if len(chosen) == 1 else chosen)
+        client.connection.attach()
+        started: Started = client.connection.ask(
+            "start_ranks", client.connection.key, _plan(spec, chosen * 2 if len(chosen) == 1 else chosen)
         )
-        client.refresh()
+        client.connection.refresh()
         preflight.nodes(with_gpus=True)
         store = rendezvous(client, spec, started)
         preflight.listened("rank 0's store", store.host, store.port)

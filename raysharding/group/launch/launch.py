@@ -80,7 +80,7 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
     controller = start_controller(spec, replace=replaces)
     client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes, is_named=spec.name is not None)
     try:
-        client.attach(within_s=spec.timeouts.start_s)
+        client.connection.attach(within_s=spec.timeouts.start_s)
         return make(client, spec, opened, is_checked=is_checked)
     except BaseException:
         client.shutdown()
@@ -110,8 +110,8 @@ def make(
     loaded = _fill(client, spec, opened, preflight)
     seen = None if preflight is None else preflight.finish()
     loaded = replace(loaded, preflight_report=seen)
-    client.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
-    client.refresh()
+    client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
+    client.connection.refresh()
     return RunningGroup(spec, client, loaded, spec.optimizer is not None)
 
 
@@ -144,11 +144,11 @@ def _start(client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], 
         held=own_groups(),
         tells=spec.progress is not False,
     )
-    starting = client.begin("start_ranks", client.key, plan)
+    starting = client.connection.begin("start_ranks", client.connection.key, plan)
     if check is not None:
         check()
-    started: Started = client.finish(starting, within_s=None)
-    client.refresh()
+    started: Started = client.connection.finish(starting, within_s=None)
+    client.connection.refresh()
     note_own_group(client, spec, rank_need(device_type, spec.placement))
     return started
 

@@ -61,7 +61,7 @@ def restart(
     begun = time.monotonic()
     client = running.client
     if client.state is GroupState.CLOSED:
-        client.refuse_if_unusable()
+        client.connection.refuse_if_unusable()
     if client.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
         raise ValueError(
             f"{client.name} is {client.state.value}: there is nothing to restart. Give checkpoint= to go back "
@@ -73,7 +73,7 @@ def restart(
     spec = replace(running.spec, optimizer=optimizer, world_size=num_ranks)
     spec.check()
     with UndoOnInterrupt():
-        record: FilesRecord = client.ask("begin_restart", client.key, within_s=_STOP_S)
+        record: FilesRecord = client.connection.ask("begin_restart", client.connection.key, within_s=_STOP_S)
         try:
             record = _settle(client, record)
             origin = record.origin
@@ -91,8 +91,10 @@ def restart(
         except BaseException as error:
             if isinstance(error, Exception):
                 error.add_note(f"raysharding: the group was being restarted: {why}")
-            client.ask("give_up", client.key, GroupError(f"{client.name}: its restart failed: {error}"))
-            client.refresh()
+            client.connection.ask(
+                "give_up", client.connection.key, GroupError(f"{client.name}: its restart failed: {error}")
+            )
+            client.connection.refresh()
             raise
     if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == loaded:
         why += f"; the adapters are new ones: {loaded} holds none"
@@ -107,7 +109,8 @@ def _settle(client: Client, record: FilesRecord) -> FilesRecord:
     for save in record.begun:
         remove_unfinished(save.path, save.token)
     committed = [save.token for save in record.begun if is_committed(save)]
-    settled: FilesRecord = client.ask("settled", [save.token for save in record.begun], committed)
+    settled: FilesRecord = client.connection.ask("settled", [save.token for save in record.begun], committed)
+    client.pending.restarted()
     return settled
 
 

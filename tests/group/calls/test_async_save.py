@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -199,13 +200,24 @@ def appears(folder: Path, pattern: str) -> None:
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def unheard(group: ShardedModelGroup) -> Iterator[None]:
+    """Keep from the controller what happens meanwhile, but for the end of rank 0, which alone can tell how saves end."""
+    pid = int(group._client.where.rpartition(" ")[2])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    broken(group)
+
+
 @pytest.mark.timeout(120)
 def test_a_restart_asks_the_files_how_saves_ended(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest that is whole is loaded, heard of or not; what the others have left is removed at once."""
-    # The driver hears of no save in the background.
-    monkeypatch.setattr("raysharding.group.calls.background_saves._POLL_S", 60.0)
     with make_group(checkpoint, optimizer=ADAMW) as group:
         train(group)
         group.save(tmp_path / "step-1")
@@ -213,10 +225,9 @@ def test_a_restart_asks_the_files_how_saves_ended(
         weights = group.state_dict()
         group.call(slow_writes(0.2))
         group.save(tmp_path / "step-2", async_save=True)
-        appears(tmp_path, "step-2")
+        with unheard(group):
+            appears(tmp_path, "step-2")
         assert group.saves == (str(tmp_path / "step-1"),)
-        os.kill(group.ranks[1].pid, signal.SIGKILL)
-        broken(group)
         assert group.restart().checkpoint == str(tmp_path / "step-2")
         assert group.saves[-1] == str(tmp_path / "step-2")
         assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
@@ -229,24 +240,25 @@ def test_a_restart_asks_the_files_how_saves_ended(
         broken(group)
         assert group.restart().checkpoint == str(tmp_path / "step-2")
         assert sorted(os.listdir(tmp_path)) == sorted(["step-1", "step-2", os.path.basename(others)])
+        lost = f"the background save to {tmp_path / 'step-1'} failed: the save was lost with its ranks: "
+        assert capsys.readouterr().err.count(lost) == 1, "told, and not raised by a call on the new ranks"
+        group.call(int)
         remove_staging(others)
 
 
 @pytest.mark.full
-def test_a_driver_that_attaches_asks_them_too(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raysharding.group.calls.background_saves._POLL_S", 60.0)
+def test_a_driver_that_attaches_asks_them_too(checkpoint: Path, tmp_path: Path) -> None:
     first = make_group(checkpoint, optimizer=ADAMW, name="asks")
     first.save(tmp_path / "step-1")
     first.call(slow_writes(0.2))
     first.save(tmp_path / "step-2", async_save=True)
-    appears(tmp_path, "step-2")
-    with ShardedModelGroup.attach("asks") as group:
-        assert group.saves == ()
-        os.kill(group.ranks[1].pid, signal.SIGKILL)
-        broken(group)
-        assert group.restart().checkpoint == str(tmp_path / "step-2")
+    with unheard(first):
+        appears(tmp_path, "step-2")
+    group = ShardedModelGroup.attach("asks")
+    assert group.saves == (str(tmp_path / "step-1"),)
+    assert group.restart().checkpoint == str(tmp_path / "step-2")
+    assert first.saves == group.saves == (str(tmp_path / "step-1"), str(tmp_path / "step-2"))
+    group.shutdown()
 
 
 def make_large() -> Callable[[], torch.nn.Module]:

@@ -37,8 +37,8 @@ from raysharding import (
     current_worker,
 )
 from raysharding.group import GroupState
+from raysharding.group.calls.client import Client
 from raysharding.group.fit import predict_run
-from raysharding.group.supervision.client import Client
 from tests.conftest import make_group
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]

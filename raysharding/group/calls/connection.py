@@ -1,0 +1,275 @@
+"""`Connection`: a driver's connection to a controller: requests, the group's state, the loss of the controller."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError
+from raysharding.group.calls.callback_thread import CallbackThread
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, is_dead, ray_session, tell
+from raysharding.group.messages import (
+    Attached,
+    GroupState,
+    ProbeReplies,
+    Snapshot,
+    broken,
+    closed,
+    lines_after,
+)
+
+_WATCH_S = 4.0
+_SILENT_S = 10.0
+"""Silence of the controller, beyond its answer's due time, after which this driver ends it."""
+_ANSWER_S = 30.0
+_KILL_S = 3.0
+_RETRY_S = 0.2
+
+
+class Connection:
+    """A driver's connection to a controller. Thread-safe.
+
+    The driver asks the controller again and again for the group's snapshot, which the controller answers when there is
+    news, or after 4 s. So a driver learns at once what happens to an idle group, renews its lease, and notices a
+    controller that a signal has stopped, which Ray never does. Ray starts another controller in the place of one that
+    has died, which knows the group's record and has no ranks; the driver connects to that one.
+    """
+
+    def __init__(
+        self,
+        controller: Any,
+        name: str,
+        on_snapshot: Callable[[Snapshot], None],
+        on_lost: Callable[[GroupError], None],
+    ) -> None:
+        """Begin without a connection; `attach` connects.
+
+        Args:
+            controller: Handle of the group's controller.
+            name: Name of the group in errors.
+            on_snapshot: Called with each new snapshot.
+            on_lost: Called with the reason when the controller is lost, or Ray.
+        """
+        self.controller = controller
+        self.name = name
+        self.key = ""
+        """Identifies this driver at the controller."""
+        self.where = "?"
+        """Node and process of the controller, for errors."""
+        self.snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
+        """What this driver last heard of the group."""
+        self.thread = CallbackThread(f"calls of {name}", self._check)
+        """Runs what this driver hears."""
+        self._on_snapshot = on_snapshot
+        self._on_lost = on_lost
+        self._lost: GroupError | None = None
+        self._session = ray_session()
+        self._connected = threading.Event()
+        self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
+        self._told = 0
+        self._gcs = GcsMonitor()
+
+    def attach(self, within_s: float = _ANSWER_S) -> Attached:
+        """Connect this driver to the controller, and begin to follow the group.
+
+        Args:
+            within_s: Deadline; the controller's process may have to start.
+
+        Raises:
+            GroupError: The controller is gone, or does not answer.
+        """
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        before, self.key = self.key or None, secrets.token_hex(8)
+        asking = self.controller.attach.remote(self.key, label, owned, before)
+        attached: Attached = self.finish(asking, within_s=within_s)
+        self.where = attached.where
+        self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
+        self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
+        self.take(attached.snapshot)
+        self._next_number = 0
+        self._connected.set()
+        self.thread.call(self._watch)
+        return attached
+
+    @property
+    def state(self) -> GroupState:
+        """State of the group; READY also while calls run."""
+        is_lost = self._lost is not None and self.snapshot.state is not GroupState.CLOSED
+        return GroupState.BROKEN if is_lost else self.snapshot.state
+
+    @property
+    def cause(self) -> GroupError | None:
+        """The error that broke the group."""
+        return self._lost or self.snapshot.cause
+
+    def refuse_if_unusable(self) -> None:
+        """Raise the error of a call on a broken or closed group.
+
+        Raises:
+            GroupBrokenError: The group is broken (with the cause), or shut down.
+        """
+        if self.snapshot.state is GroupState.CLOSED:
+            raise closed(self.name)
+        if (cause := self.cause) is not None:
+            raise broken(self.name, cause)
+
+    def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
+        """Call a method of the controller and wait for its result; see `finish`."""
+        return self.finish(self.begin(method, *args), within_s=within_s)
+
+    def begin(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call a method of the controller; `finish` returns its result."""
+        self.require_ray()
+        self._connected.wait(_ANSWER_S)  # a controller that Ray has restarted does not know this driver at once
+        ref: ray.ObjectRef = getattr(self.controller, method).remote(*args)
+        return ref
+
+    def finish(self, ref: ray.ObjectRef, *, within_s: float | None) -> Any:
+        """Wait for the result of a method of the controller.
+
+        Args:
+            ref: What `begin` returned.
+            within_s: Deadline; `None`: the method has its own, and this driver notices the loss of the controller.
+
+        Raises:
+            GroupError: The controller is gone, or does not answer in time.
+            Exception: What the method raised.
+        """
+        try:
+            return ray.get(ref, timeout=within_s)
+        except ray.exceptions.GetTimeoutError:
+            what = f"{self.name}: its controller ({self.where}) does not answer within {within_s:g} s"
+            raise CallTimeoutError(what) from None
+        except ray.exceptions.RayActorError as error:
+            raise self.controller_died(error) from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+
+    def probe(self, method: str, *args: Any, within_s: float, ranks: Sequence[int] | None = None) -> ProbeReplies:
+        """Call a control method on ranks, also while they run a command."""
+        replies: ProbeReplies = self.ask("probe", method, args, within_s, ranks, within_s=within_s + _ANSWER_S)
+        return replies
+
+    def tell_ranks(self, method: str, *args: Any) -> None:
+        """Call a control method on all ranks without waiting; after the end of Ray nothing happens."""
+        if self.has_ray():
+            self.controller.probe.remote(method, args, _ANSWER_S)
+
+    def refresh(self) -> Snapshot:
+        """Ask for the group's snapshot now."""
+        self.take(self.ask("watch", self.key, -1, 0.0))
+        return self.snapshot
+
+    def has_ray(self) -> bool:
+        """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""
+        return ray_session() == self._session
+
+    def close(self) -> None:
+        """End this connection: for this driver the group is CLOSED."""
+        self.take(replace(self.snapshot, state=GroupState.CLOSED))
+        self.thread.stop()
+
+    def end_controller(self, *, for_good: bool) -> None:
+        """Kill the controller's process; without its GCS Ray waits for a minute."""
+        if self.has_ray():
+            kill = partial(ray.kill, self.controller, no_restart=for_good)
+            killing = threading.Thread(target=kill, name="end controller", daemon=True)
+            killing.start()
+            killing.join(_KILL_S)
+
+    def _watch(self) -> None:
+        """Ask for the next snapshot, on the callback thread."""
+        if self.snapshot.state is GroupState.CLOSED or not self.has_ray():
+            return
+        future = self.controller.watch.remote(self.key, self.snapshot.version, _WATCH_S).future()
+        self._watching = time.monotonic() + _WATCH_S + _SILENT_S, future
+        future.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, ended)))
+
+    def _on_answer(self, ended: concurrent.futures.Future[Snapshot]) -> None:
+        if self._watching is None or ended is not self._watching[1]:
+            return  # of before a reconnection
+        self._watching = None
+        error = ended.exception()
+        if error is None:
+            self.take(ended.result())
+            self._watch()
+        elif isinstance(error, ray.exceptions.RayActorError):
+            self.controller_lost(self.controller_died(error))
+        else:
+            self.controller_lost(GroupError(f"{self.name}: its controller failed: {error}"))
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Take what the controller says of the group; replies do not arrive in order."""
+        if snapshot.version < self.snapshot.version:
+            return
+        if not snapshot.ranks:  # of a controller that was restarted: where the last ranks ran is still of use
+            snapshot = replace(snapshot, ranks=self.snapshot.ranks, log_paths=self.snapshot.log_paths)
+        self.snapshot = snapshot
+        for number, line in lines_after(snapshot.notes, self._told):
+            tell(line)
+            self._told = number
+        self._on_snapshot(snapshot)
+
+    def _check(self) -> None:
+        """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
+        if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
+            return
+        if not self.has_ray():
+            lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
+            self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
+        elif self._gcs.seconds_silent() > GCS_GONE_S:
+            self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
+        elif self._watching is not None and time.monotonic() > self._watching[0]:
+            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended"
+            self._watching = None
+            self.end_controller(for_good=False)
+            self.controller_lost(GroupError(what))
+
+    def controller_lost(self, error: GroupError) -> None:
+        """Break the group, and connect to the controller that Ray starts in the place of the lost one."""
+        if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
+            return
+        self._connected.clear()
+        self._lose(error)
+        threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
+
+    def _reconnect(self, error: GroupError) -> None:
+        attached, until = None, time.monotonic() + _ANSWER_S
+        while attached is None:
+            try:
+                attached = self.attach()
+            except RayshardingError:
+                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
+                    self._connected.set()
+                    return  # it is gone for good: the group stays BROKEN by its loss
+                time.sleep(_RETRY_S)
+        if attached.spec is not None:  # else it was lost before the group was READY
+            self._lost = None
+            if attached.snapshot.state is GroupState.BROKEN:
+                self.take(replace(attached.snapshot, cause=error))
+
+    def _lose(self, error: GroupError) -> None:
+        self._lost = error
+        self._on_lost(error)
+
+    def controller_died(self, error: BaseException) -> GroupError:
+        """Return the error of the controller's death, from Ray's."""
+        first = " ".join(str(error).split())[:600]
+        return GroupError(f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}")
+
+    def require_ray(self) -> None:
+        """Raise instead of a call that would start Ray anew."""
+        if not self.has_ray():
+            raise GroupBrokenError(f"{self.name} is broken and refuses calls: Ray was shut down under the group")
