@@ -42,13 +42,7 @@ from raysharding.group.messages import (
 )
 from raysharding.group.ranks import RankInfo
 
-_WATCH_S = 4.0
-_SILENT_S = 10.0
-"""Silence of the controller, beyond its answer's due time, after which this driver ends it."""
-_ANSWER_S = 30.0
 _RELEASE_S = 40.0
-_KILL_S = 3.0
-_RETRY_S = 0.2
 _MAX_BYTES = 256 << 20
 
 
