@@ -74,6 +74,7 @@ class Connection:
         self._lost: GroupError | None = None
         self._session = ray_session()
         self._connected = threading.Event()
+        self._connected.set()  # cleared from the loss of a controller to the connection to the next one
         self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
         self._told = 0
         self._gcs = GcsMonitor()
@@ -96,7 +97,6 @@ class Connection:
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
         self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
         self.take(attached.snapshot)
-        self._next_number = 0
         self._connected.set()
         self.thread.call(self._watch)
         return attached
