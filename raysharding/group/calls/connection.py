@@ -74,7 +74,7 @@ class Connection:
         self._lost: GroupError | None = None
         self._session = ray_session()
         self._connected = threading.Event()
-        self._connected.set()
+        self._connected.set()  # cleared from the loss of a controller to the connection to the next one
         self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
         self._told = 0
         self._gcs = GcsMonitor()

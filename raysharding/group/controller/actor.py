@@ -101,7 +101,7 @@ class GroupController:
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
         self._files = self._record.files
         self._ranks: Ranks | None = None
-        self._starting: object = None
+        self._starting: asyncio.Task[Any] | None = None
         self._is_open = False
 
     async def attach(
@@ -158,7 +158,7 @@ class GroupController:
         def is_wanted() -> bool:  # else the group was stopped, and may be made once more meanwhile
             return starting is self._starting and self._status.is_usable
 
-        starting = self._starting = object()
+        starting = self._starting = asyncio.current_task()
         reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell, is_wanted)
         try:
             members, started = await start_ranks(plan, reservation)
@@ -338,6 +338,8 @@ class GroupController:
             self._close(why)
             if was_idle and self._ranks is not None:
                 await self._leave(self._ranks)
+        if self._starting is not None:  # it waits for resources, perhaps
+            await asyncio.wait([self._starting], timeout=_END_S)
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)

@@ -202,8 +202,8 @@ def appears(folder: Path, pattern: str) -> None:
 
 @contextlib.contextmanager
 def unheard(group: ShardedModelGroup) -> Iterator[None]:
-    """Keep from the controller what happens meanwhile, but for the end of rank 0, which alone can tell how saves end."""
-    pid = int(group._client.where.rpartition(" ")[2])
+    """Keep from the controller what happens meanwhile; then rank 0 ends, which alone can tell how saves ended."""
+    pid = int(group._client.connection.where.rpartition(" ")[2])
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

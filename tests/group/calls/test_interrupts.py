@@ -22,7 +22,8 @@ from torch import nn
 from raysharding import CallCancelledError, GroupBrokenError, Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
-from tests.group.conftest import make_group
+from tests.controllers import controller_pids
+from tests.group.conftest import make_group, placement_groups
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -116,6 +117,7 @@ def test_twice_tears_the_group_down(checkpoint: Path) -> None:
         group.call(work, 0.0)
     with pytest.raises(CallCancelledError):
         queued[1].result()
+    group.shutdown()
 
 
 def test_a_handler_of_the_programs_own_decides(group: ShardedModelGroup) -> None:
@@ -167,24 +169,28 @@ def test_interrupt_from_another_thread(group: ShardedModelGroup) -> None:
     assert group.state is GroupState.READY
 
 
-def sleepy_model() -> nn.Module:
-    import time
+def make_sleepy(begun: Path) -> Callable[[], nn.Module]:
+    """Return a model callable that says that it has begun, and does not end."""
 
-    time.sleep(60)
-    raise AssertionError("nobody waits for that")
+    def build() -> nn.Module:
+        import time
+
+        begun.touch()
+        time.sleep(60)
+        raise AssertionError("nobody waits for that")
+
+    return build
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_group_that_is_being_made_is_undone(checkpoint: Path, times: int) -> None:
+def test_a_group_that_is_being_made_is_undone(checkpoint: Path, tmp_path: Path, times: int) -> None:
     """By one Ctrl-C; `nothing_left` sees that nothing is, after a second one in the middle of the undoing, too."""
-    before = {thread.name for thread in threading.enumerate()}
-    sent = []
+    begun, sent = tmp_path / "begun", []
 
     def fire() -> None:
-        # The supervision begins when the actors are there; a moment later they build the model.
-        while not any(t.name.startswith("supervise") and t.name not in before for t in threading.enumerate()):
+        until = now() + 60
+        while not begun.exists() and now() < until:
             time.sleep(0.02)
-        time.sleep(1.5)
         for _ in range(times):
             sent.append(now())
             os.kill(os.getpid(), signal.SIGINT)
@@ -194,17 +200,31 @@ def test_a_group_that_is_being_made_is_undone(checkpoint: Path, times: int) -> N
     thread.start()
     with handler(signal.default_int_handler), contextlib.suppress(KeyboardInterrupt):  # of a second one that came late
         with pytest.raises(KeyboardInterrupt):
-            make_group(checkpoint, model=sleepy_model)
+            make_group(checkpoint, model=make_sleepy(begun))
         thread.join()
     thread.join()
     assert now() - sent[0] < 10
 
 
-def test_a_group_that_waits_for_room_is_undone(checkpoint: Path) -> None:
-    begun = now()
-    with handler(signal.default_int_handler), sigint(1.0), pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("moment", ["the controller starts", "the ranks wait for room"])
+def test_a_group_that_has_no_ranks_yet_is_undone(checkpoint: Path, moment: str) -> None:
+    groups, controllers, sent = placement_groups(), controller_pids(), []
+
+    def is_there() -> bool:
+        return bool(placement_groups() - groups if "room" in moment else controller_pids() - controllers)
+
+    def fire() -> None:
+        until = now() + 60
+        while not is_there() and now() < until:
+            time.sleep(0.02)
+        sent.append(now())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=fire)
+    thread.start()
+    with handler(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         make_group(checkpoint, placement=Placement(strategy="STRICT_SPREAD"), timeouts=Timeouts(place_s=60))
-    assert now() - begun < 3
+    assert now() - sent[0] < 5
 
 
 IN_A_TERMINAL = """
