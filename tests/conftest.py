@@ -154,10 +154,11 @@ def room_for(num_cpus: float) -> Iterator[None]:
 @pytest.fixture
 def nothing_left(cluster: None) -> Iterator[None]:
     """Fail a test whose ranks or placement groups are still there 10 s after it, and remove them for later tests."""
-    pids, groups = rank_processes(), placement_groups()
+    ours = ("ray::RankActor", "ray::Reaper", "ray::GroupController")
+    pids, groups = rank_processes(*ours), placement_groups()
     yield
     until = now() + RELEASE_S
-    while (left := (rank_processes() - pids, placement_groups() - groups)) != (set(), set()):
+    while (left := (rank_processes(*ours) - pids, placement_groups() - groups)) != (set(), set()):
         if now() > until:
             said = f"left on the cluster: {[_describe(pid) for pid in left[0]]}, {left[1]}"
             for found in left[1]:  # its actors end with it

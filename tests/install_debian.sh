@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what the tests of cluster/ need besides Python: Slurm, an ssh server, a firewall, a container builder.
+# Installs what the tests of cluster/ need besides Python: Slurm, an ssh server, a firewall, a container builder, Redis.
 # Does nothing without root or apt-get (such tests then skip themselves), or where all of it is there.
 set -euo pipefail
-packages=(buildah debootstrap iproute2 munge nftables openssh-client openssh-server podman rsync slurm-wlm)
+packages=(buildah debootstrap iproute2 munge nftables openssh-client openssh-server podman redis-server rsync slurm-wlm)
 [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || exit 0
 installed=$(dpkg-query --show --showformat '${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | grep -cx installed || true)
 [ "$installed" -ne ${#packages[@]} ] || exit 0

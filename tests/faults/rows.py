@@ -244,4 +244,27 @@ ROWS = {
             "tests/group/calls/test_calls.py::test_a_result_that_unpickles_badly_names_call_and_rank",
         ),
     ),
+    31: Row(
+        "SIGKILL of the group's controller, in each phase",
+        (
+            f"{FAULTS}/test_controller.py::test_a_controller_that_is_killed_is_known_within_2_s",
+            f"{FAULTS}/test_controller.py::test_a_controller_struck_while_the_group_is_made_leaves_nothing",
+            f"{FAULTS}/test_controller.py::test_a_named_group_comes_back_broken_and_restarts_with_its_newest_save",
+            f"{FAULTS}/test_controller.py::test_what_a_killed_controller_knew_is_there_without_any_driver",
+            f"{FAULTS}/test_controller.py::test_a_save_that_was_under_way_counts_if_its_files_are_whole",
+            f"{FAULTS}/test_controller.py::test_a_controller_killed_in_a_copy_leaves_the_other_group_usable",
+        ),
+    ),
+    32: Row(
+        "SIGSTOP of the group's controller, in each phase",
+        (
+            f"{FAULTS}/test_controller.py::test_a_controller_that_is_stopped_is_ended_by_the_driver",
+            f"{FAULTS}/test_controller.py::test_a_controller_struck_while_the_group_is_made_leaves_nothing",
+            f"{FAULTS}/test_controller.py::test_a_named_group_comes_back_broken_and_restarts_with_its_newest_save",
+        ),
+    ),
+    33: Row(
+        "the controller's node is lost, in each phase",
+        ("tests/cluster/test_lost_controller.py::test_a_controller_whose_node_is_lost_names_the_node",),
+    ),
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ import torch
 from raysharding import CheckpointError, GroupError, Same, Scheduled, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
-from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -197,7 +200,8 @@ def halving() -> Callable[..., Any]:
 def test_a_schedule_goes_where_its_optimizer_goes(checkpoint: Path, rows: torch.Tensor, tmp_path: Path) -> None:
     """Through a save, into a group of another size, into the ranks of a restart, and back."""
     step: dict[str, Any] = {"loss": mean_square()}
-    with make_hsdp(Copied(checkpoint, tmp_path)) as group:
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
+    with make_group(checkpoint, optimizer=adam) as group:
         group.set_scheduler(halving())
         rates = [group.train_step(Split(rows), **step)["lr"] for _ in range(2)]
         group.forward_backward(Split(rows), **step)
@@ -205,12 +209,14 @@ def test_a_schedule_goes_where_its_optimizer_goes(checkpoint: Path, rows: torch.
         assert rates == [1e-2, 5e-3, 2.5e-3]
         group.save(tmp_path / "saved")
         expected = [group.train_step(Split(rows), **step) for _ in range(2)]
-        kill_idle(group, 1)
-        assert group.restart().how == "reloaded"
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 1 died"):
+            group.call(time.sleep, 5)
+        assert group.restart().checkpoint == str(tmp_path / "saved")
         assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
         group.load(tmp_path / "saved")
         assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
-        assert group.restart(tmp_path / "saved").how == "reloaded"
+        assert group.restart(tmp_path / "saved").checkpoint == str(tmp_path / "saved")
         assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
         with pytest.raises(ValueError, match="schedule=3: give a class of"):
             group.set_scheduler(3)  # type: ignore[arg-type]

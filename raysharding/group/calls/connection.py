@@ -74,29 +74,35 @@ class Connection:
         self._lost: GroupError | None = None
         self._session = ray_session()
         self._connected = threading.Event()
+        self._connected.set()
         self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
         self._told = 0
         self._gcs = GcsMonitor()
 
-    def attach(self, within_s: float = _ANSWER_S) -> Attached:
+    def begin_attach(self) -> ray.ObjectRef:
+        """Begin to connect to a controller whose process may have to start; `attach` takes the result."""
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        before, self.key = self.key or None, secrets.token_hex(8)
+        ref: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
+        return ref
+
+    def attach(self, attaching: ray.ObjectRef | None = None, *, within_s: float = _ANSWER_S) -> Attached:
         """Connect this driver to the controller, and begin to follow the group.
 
         Args:
+            attaching: What `begin_attach` returned, if it was called.
             within_s: Deadline; the controller's process may have to start.
 
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
-        before, self.key = self.key or None, secrets.token_hex(8)
-        asking = self.controller.attach.remote(self.key, label, owned, before)
-        attached: Attached = self.finish(asking, within_s=within_s)
+        attaching = self.begin_attach() if attaching is None else attaching
+        attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
         self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
         self.take(attached.snapshot)
-        self._next_number = 0
         self._connected.set()
         self.thread.call(self._watch)
         return attached

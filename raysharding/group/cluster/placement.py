@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
-from raysharding.errors import PlacementError
+from raysharding.errors import GroupError, PlacementError
 from raysharding.group.cluster.display import tell
 from raysharding.group.cluster.ray_internals import (
     accelerator_names,
@@ -216,6 +216,7 @@ def wait_placed(
     *,
     held: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
 
@@ -228,16 +229,20 @@ def wait_placed(
         place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes that make room.
         held: Lines about what the driver's program itself holds, for the error of a busy cluster.
         tell: Takes a line every 10 s: what is missing, and for how long.
+        is_wanted: Returns False once the ranks are not to start any more; asked every second.
 
     Raises:
         PlacementError: No node had the resources before the deadline, or none can have them; the error lists need
             against have, per node. The reservation stays.
+        GroupError: The ranks are not wanted any more.
     """
     told = begun = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
         now = time.monotonic()
+        if not is_wanted():
+            raise GroupError("the group was stopped while its ranks waited for resources")
         if now - begun >= limit_s:
             # A wait of less than a second may miss bundles that are placed, and there may have been no other wait.
             if placement_group_table(reservation.placement_group)["state"] == "CREATED":

@@ -101,6 +101,7 @@ class GroupController:
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
         self._files = self._record.files
         self._ranks: Ranks | None = None
+        self._starting: object = None
         self._is_open = False
 
     async def attach(
@@ -146,6 +147,7 @@ class GroupController:
 
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
+        self._open()  # it may arrive before `attach`
         self._status.begin(driver)
         self._bump()
         loop = asyncio.get_running_loop()
@@ -153,17 +155,22 @@ class GroupController:
         def tell(line: str) -> None:
             loop.call_soon_threadsafe(self._note, line)
 
-        reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell)
+        def is_wanted() -> bool:  # else the group was stopped, and may be made once more meanwhile
+            return starting is self._starting and self._status.is_usable
+
+        starting = self._starting = object()
+        reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell, is_wanted)
         try:
             members, started = await start_ranks(plan, reservation)
         except BaseException:
             if reservation is not None:
                 await asyncio.to_thread(reservation.release)
             raise
-        self._ranks = Ranks(members, reservation, self._on_death)
-        if not self._status.is_usable:  # stopped meanwhile
-            await self._ranks.stop()
+        ranks = Ranks(members, reservation, self._on_death)
+        if not is_wanted():
+            await ranks.stop()
             raise self._status.refusal(driver) or GroupError(f"{self._identity.title}: stopped while its ranks started")
+        self._ranks = ranks
         self._bump()
         return started
 

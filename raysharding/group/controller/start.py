@@ -21,21 +21,25 @@ from raysharding.group.ranks import RankInfo
 _PID = re.compile(r"\bpid: (\d+)")
 
 
-def reserve_for(plan: StartPlan, name: str, tell: Callable[[str], None]) -> Reservation | None:
+def reserve_for(
+    plan: StartPlan, name: str, tell: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
+) -> Reservation | None:
     """Reserve the resources of the ranks, and wait until they are placed, in a thread; `None` if they need none.
 
     Args:
         plan: The plan.
         name: Name of the placement group.
         tell: Takes a line for people.
+        is_wanted: Returns False once the ranks are not to start any more.
 
     Raises:
         PlacementError: No node has the resources.
+        GroupError: The ranks are not wanted any more.
     """
     if plan.node_ids:
         return None
     reservation = reserve(plan.world_size, plan.device_type, plan.placement, name, plan.place_s)
-    options: dict[str, Any] = {"held": plan.held, "tell": tell if plan.tells else None}
+    options: dict[str, Any] = {"held": plan.held, "tell": tell if plan.tells else None, "is_wanted": is_wanted}
     try:
         wait_placed(reservation, plan.world_size, plan.placement, plan.place_s, **options)
     except BaseException:

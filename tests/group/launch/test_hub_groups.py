@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import CheckpointError, Loading, Placement, ShardedModelGroup, Split
-from raysharding.group.cluster import NAMESPACE, actor_name
+from raysharding.group.cluster import read_record
 from raysharding.group.launch.spec import GroupSpec
 from tests.hub import TOKEN, HubServer, hub, read_environment
 from tests.models.architectures import ARCHITECTURES
@@ -68,7 +68,7 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
         # The branch moves; a reload stays at the commit, also by a driver that has only the record.
         (tmp_path / "llama" / "model.safetensors").write_bytes(b"nothing")
         hub.push(ID, tmp_path / "llama")
-        record = ray.get(ray.get_actor(actor_name("of-the-hub", 0), namespace=NAMESPACE).record.remote())
+        record = read_record("of-the-hub")
         group = ShardedModelGroup.attach("of-the-hub")
         report = group.restart(world_size=1)
         assert report.checkpoint == f"hf://{ID}@{commit}"

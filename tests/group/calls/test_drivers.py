@@ -1,0 +1,282 @@
+"""Several drivers use one named group beside each other: who may change the model, and what the others are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from raysharding import GroupBrokenError, GroupError, ShardedModelGroup, Split
+from raysharding.group import GroupState
+from tests.clock import now
+from tests.group.conftest import make_group
+from tests.group.supervision.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+ROWS = torch.ones(3, 8)
+KNOWN_S = 5.0
+"""Ray tells an owner's end by its closed connection, at once; this is for a busy machine."""
+RUNNING_S = KNOWN_S + 1.0
+"""The call that runs when its driver dies: those behind it are dropped meanwhile."""
+
+
+def loss(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_attach_takes_nothing_from_the_driver_that_was_there(checkpoint: Path, reference: nn.Module) -> None:
+    with make_group(checkpoint, name="both") as first:
+        second = ShardedModelGroup.attach("both")
+        assert second.ranks == first.ranks
+        for group in (first, second, first):
+            assert torch.allclose(group.forward(Split(ROWS)), reference(ROWS), atol=1e-6)
+            assert group.state is GroupState.READY
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_end_of_an_attached_with_block_detaches(checkpoint: Path) -> None:
+    with make_group(checkpoint, name="both") as first:
+        with ShardedModelGroup.attach("both") as second:
+            assert second.call(int) == [0, 0]
+        assert first.call(int) == [0, 0], "the group lives on"
+        with pytest.raises(GroupError):
+            second.call(int)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path) -> None:
+    first = make_group(checkpoint, name="both")
+    second = ShardedModelGroup.attach("both")
+    waiting = first.call.remote(time.sleep, 60)
+    second.shutdown()
+    with pytest.raises(GroupError, match="shut down"):
+        waiting.result()
+    with pytest.raises(GroupBrokenError, match="shut down"):
+        first.call(int)
+    with pytest.raises(ValueError, match="no group of that name"):
+        ShardedModelGroup.attach("both")
+
+
+@pytest.fixture(scope="module")
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
+    with standing_cluster() as cluster:
+        yield cluster
+
+
+MINE = """
+def loss(output, rows):
+    return output.square().mean()
+
+group = make(name="shared", replace=True, timeouts=Timeouts(drain_s=1.0), optimizer=torch.optim.SGD)
+ROWS = torch.ones(3, 8)
+asks = {
+    "train_step": lambda: group.train_step(Split(ROWS), loss=loss)["loss"] > 0,
+    "forward": lambda: list(group.forward(Split(ROWS)).shape),
+    "fit": lambda: group.fit([{"input": [1.0] * 8}] * 4, batch_size=2, loss=lambda output: output.square().mean(),
+                             progress=False).num_steps,
+    "load": lambda: group.load(sys.argv[2]) is not None,
+    "forward_backward": lambda: group.forward_backward(Split(ROWS), loss=loss)["loss"] > 0,
+    "state": lambda: group.state.value,
+    "sleep": lambda: group.call(time.sleep, 0.01),
+    "long": lambda: group.call(time.sleep, 60),
+    "shutdown": lambda: group.shutdown(),
+}
+for line in sys.stdin:
+    begun = now()
+    try:
+        tell(value=asks[line.strip()](), seconds=now() - begun)
+    except GroupError as error:
+        tell(error=str(error), seconds=now() - begun)
+"""
+
+HOLDS = """
+def square(output):
+    import time
+    time.sleep(0.02)
+    return output.square().mean()
+
+def loss(output, rows):
+    return output.square().mean()
+
+def note(step):
+    if step.num_steps == 3:
+        tell(begun=True)
+
+group = ShardedModelGroup.attach("shared")
+rows, ROWS = [{"input": [1.0] * 8}] * 100_000, torch.ones(3, 8)
+if sys.argv[3] == "fit":
+    group.fit(rows, batch_size=2, loss=square, callbacks=[note], progress=False)
+elif sys.argv[3] == "predict":
+    threading = __import__("threading")
+    threading.Timer(2.0, tell, kwargs={"begun": True}).start()
+    group.predict(rows, batch_size=2, fn=lambda outputs, batch: (time.sleep(0.02), {"logits": outputs})[1],
+                  output=sys.argv[2] + ".predicted", progress=False)
+else:
+    group.forward_backward(Split(ROWS), loss=loss)
+    tell(begun=True)
+    for line in sys.stdin:
+        group.optim_step()
+        tell(stepped=True)
+"""
+
+
+@pytest.fixture
+def mine(standing: StandingCluster, checkpoint: Path) -> Iterator[Driver]:
+    """A driver that makes the group `shared`, and does what it is told."""
+    with Driver(standing, checkpoint, MINE) as driver:
+        driver.hear()
+        yield driver
+        driver.say("shutdown")
+        driver.hear()
+
+
+def ask(driver: Driver, what: str) -> str:
+    """Have a driver do something; returns the error, or what came of it."""
+    driver.say(what)
+    heard = driver.hear()
+    return str(heard.get("error", heard.get("value")))
+
+
+def until_allowed(driver: Driver, what: str) -> float:
+    """Ask again and again until it is not refused; returns how long that took."""
+    begun = now()
+    while ask(driver, what) != "True":
+        assert now() - begun < KNOWN_S
+        time.sleep(0.05)
+    return now() - begun
+
+
+@pytest.mark.parametrize("what", ["fit", *(pytest.param(one, marks=pytest.mark.full) for one in ("predict", "sum"))])
+def test_what_changes_the_model_is_refused_beside_a_claim_until_its_holder_is_killed(
+    what: str, mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    """`sum` is an open accumulation."""
+    with Driver(standing, checkpoint, HOLDS, what) as holder:
+        assert holder.hear()["begun"]
+        for method in ("train_step", "load", "fit"):
+            said = ask(mine, method)
+            assert f"{method} is refused" in said or "fit already runs" in said
+            assert f"pid {holder.process.pid}" in said, "the holder"
+        assert ask(mine, "forward") == "[3, 4]", "what changes nothing is not refused"
+        holder.kill()
+        print(f"released after {until_allowed(mine, 'train_step'):.2f} s")
+    assert ask(mine, "fit") == "2"
+
+
+def test_the_step_of_an_accumulation_releases_its_claim(
+    mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, HOLDS, "sum") as holder:
+        assert holder.hear()["begun"]
+        assert "refused" in ask(mine, "forward_backward")
+        holder.say("step")
+        assert holder.hear()["stepped"]
+        assert ask(mine, "train_step") == "True"
+
+
+def test_the_queued_calls_of_a_dead_driver_are_dropped(
+    mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, QUEUES) as other:
+        assert other.hear()["queued"]
+        mine.say("forward")
+        other.kill()
+        heard = mine.hear()
+    assert heard["value"] == [3, 4]
+    assert heard["seconds"] < RUNNING_S + KNOWN_S, "the call that was running, and none of 60 s behind it"
+
+
+QUEUES = """
+group = ShardedModelGroup.attach("shared")
+calls = [group.call.remote(time.sleep, seconds) for seconds in (RUNNING_S, 60, 60)]
+time.sleep(0.5)
+tell(queued=True)
+time.sleep(100)
+""".replace("RUNNING_S", str(RUNNING_S))
+
+
+def test_ctrl_c_cancels_the_calls_of_its_own_driver_alone(
+    mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, PRESSES) as other:
+        assert other.hear()["waits"]
+        mine.say("sleep")
+        time.sleep(0.5)
+        other.kill(signal.SIGINT)
+        assert other.hear() == {"interrupted": True, "cancelled": 2}
+        assert mine.hear()["value"] == [None, None]
+        assert ask(mine, "forward") == "[3, 4]"
+
+
+PRESSES = """
+from raysharding import CallCancelledError
+group = ShardedModelGroup.attach("shared")
+calls = [group.call.remote(time.sleep, seconds) for seconds in (2, 60, 60)]
+tell(waits=True)
+try:
+    calls[2].result()
+except KeyboardInterrupt:
+    cancelled = 0
+    for call in calls[1:]:
+        try:
+            call.result()
+        except CallCancelledError:
+            cancelled += 1
+    tell(interrupted=True, cancelled=cancelled)
+sys.stdin.readline()
+"""
+
+
+def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, MINE) as mine, Driver(standing, checkpoint, PRESSES_TWICE) as other:
+        pids = mine.hear()["pids"]
+        other.say("go")
+        assert other.hear()["waits"]
+        mine.say("forward")
+        time.sleep(0.5)
+        other.kill(signal.SIGINT)
+        time.sleep(0.5)
+        since = other.kill(signal.SIGINT)
+        assert other.hear() == {"state": "broken"}
+        said = mine.hear()["error"]
+        assert "Ctrl-C" in said
+        assert f"pid {other.process.pid}" in said
+        seconds_until_gone(pids, since, 10.0)
+        assert ask(mine, "shutdown") == "None"
+
+
+PRESSES_TWICE = """
+sys.stdin.readline()
+group = ShardedModelGroup.attach("shared")
+call = group.call.remote(time.sleep, 60)
+tell(waits=True)
+try:
+    call.result()
+except KeyboardInterrupt:
+    tell(state=group.state.value)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.full
+def test_a_frozen_driver_holds_nobody_up_but_by_its_claim(
+    mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    """A driver that SIGSTOP holds is not dead: its calls run, and those of others go on behind them."""
+    with Driver(standing, checkpoint, QUEUES.replace("60", "0")) as other:
+        assert other.hear()["queued"]
+        os.kill(other.process.pid, signal.SIGSTOP)
+        mine.say("forward")
+        heard = mine.hear()
+        assert heard["value"] == [3, 4]
+        assert heard["seconds"] < RUNNING_S + KNOWN_S

@@ -1,0 +1,235 @@
+"""The order of calls: one driver's run as it submits them, and those of several drivers beside each other."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raysharding import ShardedModelGroup
+from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_CALLS = 500
+LARGE = 100_000
+"""Elements of a tensor that goes through Ray's object store: 400 KB."""
+
+
+def note(number: int, values: Any = None) -> tuple[int, float]:
+    """On a rank: keep the number of the call; returns it, and the sum of the values."""
+    import sys
+
+    sys.__dict__.setdefault("noted", []).append(number)
+    return number, 0.0 if values is None else float(torch.as_tensor(values).sum())
+
+
+def noted() -> list[int]:
+    """On a rank: return the numbers since the last time."""
+    import sys
+
+    numbers: list[int] = sys.__dict__.pop("noted", [])
+    return numbers
+
+
+def values_of(number: int) -> Any:
+    """Most calls bring nothing, some a little, some what goes through the object store."""
+    if number % 11 == 0:
+        return torch.full((LARGE,), float(number))
+    return torch.full((number % 7,), float(number)) if number % 3 == 0 else None
+
+
+def test_500_calls_of_mixed_sizes_run_in_the_order_of_their_submission(group: ShardedModelGroup) -> None:
+    group.call(noted)
+    calls = [group.call.remote(note, number, values_of(number)) for number in range(NUM_CALLS)]
+    for number, call in enumerate(calls):
+        values = values_of(number)
+        total = 0.0 if values is None else float(values.sum())
+        assert call.result(60) == [(number, total)] * 2
+    assert group.call(noted) == [list(range(NUM_CALLS))] * 2
+
+
+def test_an_argument_that_is_still_being_made_lets_no_later_call_pass(group: ShardedModelGroup) -> None:
+    @ray.remote(num_cpus=0)
+    def make() -> Any:
+        import time
+
+        import numpy
+
+        time.sleep(1.0)
+        return numpy.ones(LARGE)
+
+    group.call(noted)
+    pending = make.remote()
+    calls = [group.call.remote(note, number, pending if number in (3, 7) else None) for number in range(20)]
+    assert [call.result(60)[1] for call in calls] == [(n, LARGE if n in (3, 7) else 0.0) for n in range(20)]
+    assert group.call(noted) == [list(range(20))] * 2
+
+
+@pytest.fixture(scope="module")
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
+    with standing_cluster() as cluster:
+        yield cluster
+
+
+SHARED = """
+group = make(name="shared", timeouts=Timeouts(drain_s=1.0))
+for line in sys.stdin:
+    if line.strip() == "noted":
+        from tests.group.calls.test_queue import noted
+        tell(noted=group.call(noted))
+    else:
+        break
+group.shutdown()
+tell(shut=True)
+"""
+
+CALLS = """
+from tests.group.calls.test_queue import note, values_of
+
+def ask(numbers):
+    calls = [(n, group.call.remote(note, first + n, values_of(n))) for n in numbers]
+    for n, call in calls:
+        values = values_of(n)
+        assert call.result() == [(first + n, 0.0 if values is None else float(values.sum()))] * 2, n
+
+group = ShardedModelGroup.attach("shared")
+first, num_calls = map(int, sys.argv[3:])
+tell(ready=True)
+sys.stdin.readline()
+try:
+    for begin in range(0, num_calls, 20):
+        ask(range(begin, begin + 20))
+        if begin == 40:
+            tell(begun=True)
+    tell(done=True)
+except KeyboardInterrupt:
+    ask(range(5000, 5020))
+    tell(interrupted=True)
+sys.stdin.readline()
+os._exit(0)  # no shutdown: the group is another driver's, too
+"""
+
+
+def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_third_alone(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, SHARED) as owner:
+        owner.hear()
+        with (
+            Driver(standing, checkpoint, CALLS, "0", "200") as whole,
+            Driver(standing, checkpoint, CALLS, "10000", "2000") as dying,
+            Driver(standing, checkpoint, CALLS, "20000", "2000") as stopping,
+        ):
+            three = (whole, dying, stopping)
+            for driver in three:
+                assert driver.hear()["ready"]
+            for driver in three:
+                driver.say("go")
+            for driver in (dying, stopping):
+                assert driver.hear()["begun"]
+            dying.kill()
+            stopping.kill(signal.SIGINT)
+            assert stopping.hear()["interrupted"]
+            assert whole.hear()["begun"]
+            assert whole.hear()["done"]
+        owner.say("noted")
+        first, second = owner.hear()["noted"]
+        owner.say("end")
+        assert owner.hear()["shut"]
+    assert first == second, "every rank ran the same calls in the same order"
+    by_driver = {begin: [n - begin for n in first if begin <= n < begin + 10_000] for begin in (0, 10_000, 20_000)}
+    assert by_driver[0] == list(range(200))
+    assert by_driver[10_000] == list(range(len(by_driver[10_000])))
+    assert 60 <= len(by_driver[10_000]) < 2000
+    before, after = [n for n in by_driver[20_000] if n < 2000], [n for n in by_driver[20_000] if n >= 2000]
+    assert before == list(range(len(before)))
+    assert 60 <= len(before) < 2000
+    assert after == list(range(5000, 5020)), "it goes on, too"
+
+
+PAIR = """
+left, right = make(name="left"), make(name="right")
+tell(made=True)
+sys.stdin.readline()
+states = left.state_dict(), right.state_dict()
+tell(same=all(torch.equal(states[0][name], states[1][name]) for name in states[0]))
+left.shutdown()
+right.shutdown()
+tell(shut=True)
+"""
+
+COPIES = """
+groups = {name: ShardedModelGroup.attach(name) for name in ("left", "right")}
+source, target = (groups[name] for name in sys.argv[3].split("-"))
+tell(ready=True)
+sys.stdin.readline()
+for _ in range(int(sys.argv[4])):
+    source.copy_to(target)
+calls = [source.copy_to.remote(target) for _ in range(10)]
+tell(copied=sum(call.result().num_tensors > 0 for call in calls))
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_copies_in_both_directions_by_two_drivers_end(times: int, standing: StandingCluster, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, PAIR) as owner:
+        while "made" not in owner.hear():
+            pass
+        with (
+            Driver(standing, checkpoint, COPIES, "left-right", str(times)) as there,
+            Driver(standing, checkpoint, COPIES, "right-left", str(times)) as back,
+        ):
+            for driver in (there, back):
+                assert driver.hear()["ready"]
+            for driver in (there, back):
+                driver.say("go")
+            for driver in (there, back):
+                assert driver.hear() == {"copied": 10}
+        owner.say("end")
+        assert owner.hear() == {"same": True}
+        assert owner.hear()["shut"]
+
+
+def test_a_copy_that_was_submitted_is_before_the_next_call_of_the_other_group(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    """`submit` returns when both groups hold the copy: what is asked of the target afterwards sees the new weights."""
+    with Driver(standing, checkpoint, ONE_AFTER_THE_OTHER) as driver:
+        told = driver.hear()
+        while "right" not in told:
+            told = driver.hear()
+        assert told == {"right": 50}
+
+
+ONE_AFTER_THE_OTHER = """
+def add(step):
+    from raysharding import current_worker
+    with torch.no_grad():
+        for parameter in current_worker().module.parameters():
+            parameter.add_(step)
+
+def first():
+    from raysharding import current_worker
+    value = next(iter(current_worker().module.parameters()))
+    return float(value.to_local().flatten()[0]) if value.to_local().numel() else None
+
+source, target = make(), make()
+right = 0
+for _ in range(50):
+    source.call.remote(add, 1.0)
+    copy = source.copy_to.remote(target)
+    seen = target.call.remote(first)
+    right += seen.result() == source.call(first)
+    copy.result()
+source.shutdown()
+target.shutdown()
+tell(right=right)
+"""

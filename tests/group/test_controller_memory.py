@@ -1,0 +1,84 @@
+"""What a group's controller costs: tensors never pass through it, whatever their size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharding import Out, PerRank, ShardedModelGroup, Split
+from raysharding.units import KIB, MIB
+from tests.controllers import controlled
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+
+ROOM = 16 * MIB
+SIZES = [pytest.param(256, id="256 MiB"), pytest.param(1024, marks=pytest.mark.full, id="1 GiB")]
+
+
+@pytest.fixture(scope="module")
+def own(cluster: None, checkpoint: Path) -> Iterator[tuple[ShardedModelGroup, int]]:
+    with controlled(checkpoint) as (group, controller):
+        for _ in range(50):  # what Python and Ray keep for good is there after these
+            group.forward(Split(torch.ones(4, 8)))
+            group.call(torch.ones, 1 << 20, out=Out.rank0())
+        yield group, controller
+
+
+class PeakMemory:
+    """The growth of a process's resident memory at its highest."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path("/proc", str(pid))
+        (self._folder / "clear_refs").write_text("5")  # proc(5): the peak begins anew
+        self._before = self._read("VmRSS")
+
+    def growth(self) -> int:
+        """Return the bytes between the beginning and the peak since then."""
+        return self._read("VmHWM") - self._before
+
+    def _read(self, name: str) -> int:
+        fields = dict(line.split(":", 1) for line in (self._folder / "status").read_text().splitlines())
+        return int(fields[name].split()[0]) * KIB
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_batch_does_not_pass_through_the_controller(own: tuple[ShardedModelGroup, int], size: int) -> None:
+    group, controller = own
+    rows = torch.ones(size * MIB // 32, 8)
+    peak = PeakMemory(controller)
+    group.call(lambda rows: rows.shape[0], Split(rows))
+    assert peak.growth() < ROOM
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_argument_for_one_rank_does_not_pass_through_the_controller(
+    own: tuple[ShardedModelGroup, int], size: int
+) -> None:
+    group, controller = own
+    peak = PeakMemory(controller)
+    assert group.call(lambda value: value.numel(), PerRank([torch.ones(size * MIB // 4), torch.ones(1)])) == [
+        size * MIB // 4,
+        1,
+    ]
+    assert peak.growth() < ROOM
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_result_does_not_pass_through_the_controller(own: tuple[ShardedModelGroup, int], size: int) -> None:
+    group, controller = own
+    peak = PeakMemory(controller)
+    found = group.call(torch.ones, size * MIB // 4, out=Out.rank0())
+    assert found.numel() == size * MIB // 4
+    assert peak.growth() < ROOM
+
+
+def test_small_calls_leave_nothing_in_the_controller(own: tuple[ShardedModelGroup, int]) -> None:
+    group, controller = own
+    peak = PeakMemory(controller)
+    for _ in range(10):
+        calls = [group.call.remote(int) for _ in range(100)]
+        assert all(call.result() == [0, 0] for call in calls)
+    assert peak.growth() < ROOM
