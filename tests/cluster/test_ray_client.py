@@ -181,7 +181,7 @@ def test_a_driver_that_is_cut_off_is_told(next_driver: Driver, rays: RayHosts, l
     laptop.cut()
     try:
         _, why = next_driver.run(jobs.state_within, "broken", 30.0)
-        assert f"{rays.client_address.removeprefix('ray://')} does not answer" in why
+        assert "or Ray Client lost its connection to the head" in why
         assert_released(*rays.hosts, within_s=60.0)
     finally:
         laptop.mend()
