@@ -232,13 +232,13 @@ class Connection:
         """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
+        lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
         if not self.has_ray():
-            lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
             self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
         elif self._watching is not None and time.monotonic() > self._watching[0]:
-            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended"
+            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended{lost}"
             self._watching = None
             self.end_controller(for_good=False)
             self.controller_lost(GroupError(what))
