@@ -90,7 +90,7 @@ def save(path: Path) -> dict[str, torch.Tensor]:
 
 
 def restart() -> tuple[str, str | None, dict[str, torch.Tensor]]:
-    """Restart on the node that is left for ranks; returns the state before, the files that were loaded, and the weights."""
+    """Restart on the node that is left for ranks; returns the state before, the loaded files, and the weights."""
     before: GroupState = jobs.group().state
     report: Any = jobs.group().restart(world_size=1)
     return before.value, report.checkpoint, jobs.group().state_dict()
