@@ -64,7 +64,7 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
-_ATTACH_S = 5.0
+_ATTACH_S = 8.0
 """Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
 
 
