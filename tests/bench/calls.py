@@ -1,14 +1,12 @@
-"""What a group call costs: an empty call, what of it is the supervision's, and what a call adds to a step of 100 ms.
+"""What a group call costs beside bare Ray actors, and what a call adds to a step of 100 ms.
 
-`python -m tests.bench.calls [--world-sizes 2 16] [--rounds 7] [--calls 200] [--steps 20] [--step-ms 100]` starts a
+`python -m tests.bench.calls [--world-sizes 2 8] [--rounds 7] [--calls 200] [--steps 20] [--step-ms 100]` starts a
 local Ray cluster. Arms are interleaved: one round is one measurement of each, in an order that alternates, and ratios
-and differences are taken within a round.
+are taken within a round.
 
     empty      `group.call(nothing, out=Out.none())`, one after the other, seconds for each
-    plain      the same command packed and sent to as many other ranks by hand, over connections that nobody supervises
-    bare       an empty method of as many actors that do nothing else: Ray's own part
-    supervised empty − plain: what the supervision adds to a call
-    command    plain − bare: what packing and running a command adds to Ray's part
+    queued     50 of the same by `group.call.remote`, waited for together, seconds for each
+    bare       an empty method of as many actors that do nothing else, waited for one after the other
     steps      `group.call(step)`, one call for each step, which ends in an all-reduce of one number
     looped     the same number of the same steps in one call
     overhead   steps ÷ looped − 1
@@ -18,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -31,27 +27,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import Out, Placement, ShardedModelGroup
-from raysharding.batch import deal
-from raysharding.group.rpc.connection import accept_ranks
-from raysharding.group.rpc.messages import Command, Packed, Response, pack_batches
 from tests.bench.ratios import Figure
 
 NUM_CPUS = 8
+NUM_QUEUED = 50
 MATRIX = 256
-LIMITS_MS = {2: 1.5, 16: 6.0}
-"""World size → longest empty call, as issue 5 asks."""
-BASES = {"empty": "plain", "plain": "bare", "steps": "looped"}
+BASES = {"empty": "bare", "queued": "bare", "steps": "looped"}
 """Arm → what it is compared with."""
+LIMITS = {"empty ÷ bare": 2.3, "queued ÷ bare": 1.5}
+"""Ratio → the largest that is asked for."""
 
 
-def measure(
-    group: ShardedModelGroup, plain: Plain, rounds: int, calls: int, steps: int, step_s: float
-) -> dict[str, Figure]:
+def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_s: float) -> dict[str, Figure]:
     """Measure all arms round by round.
 
     Args:
         group: Idle ranks.
-        plain: As many others.
         rounds: Measurements of each arm.
         calls: Empty calls in one measurement.
         steps: Steps in one measurement.
@@ -59,9 +50,15 @@ def measure(
     """
     repeats = max(group.call(_calibrate(step_s)))
     work, nothing, bare = _work(repeats), _nothing(), _bare(len(group.ranks))
+
+    def queue() -> None:
+        queued = [group.call.remote(nothing, out=Out.none()) for _ in range(NUM_QUEUED)]
+        for call in queued:
+            call.result()
+
     arms: dict[str, Callable[[], float]] = {
         "empty": lambda: _each(lambda: group.call(nothing, out=Out.none()), calls),
-        "plain": lambda: _each(lambda: plain.call(nothing), calls),
+        "queued": lambda: _each(queue, max(1, calls // NUM_QUEUED)) / NUM_QUEUED,
         "bare": lambda: _each(bare, calls),
         "steps": lambda: _each(lambda: group.call(work, 1, out=Out.none()), steps),
         "looped": lambda: _each(lambda: group.call(work, steps, out=Out.none()), 1) / steps,
@@ -72,11 +69,13 @@ def measure(
             value = arms[name]()
             if index:  # the first round warms up
                 seconds[name].append(value)
-    pairs = {name: list(zip(seconds[name], seconds[base], strict=True)) for name, base in BASES.items()}
     figures = {name: Figure.of(values) for name, values in seconds.items()}
-    figures["supervised"] = Figure.of([own - base for own, base in pairs["empty"]])
-    figures["command"] = Figure.of([own - base for own, base in pairs["plain"]])
-    figures["overhead"] = Figure.of([own / base - 1 for own, base in pairs["steps"]])
+    for name, base in BASES.items():
+        ratios = [own / other for own, other in zip(seconds[name], seconds[base], strict=True)]
+        if name == "steps":
+            figures["overhead"] = Figure.of([ratio - 1 for ratio in ratios])
+        else:
+            figures[f"{name} ÷ {base}"] = Figure.of(ratios)
     return figures
 
 
@@ -130,46 +129,6 @@ def _work(repeats: int) -> Callable[[int], None]:
     return work
 
 
-class Plain:
-    """Ranks of a group whose supervision has let go of them, and connections to them that nobody supervises."""
-
-    def __init__(self, group: ShardedModelGroup) -> None:
-        """Take the ranks over; `close` stops them."""
-        self._reservation = group._running.reservation
-        members, supervisor = group._client.members, group._client.supervisor
-        supervisor.detach()
-        self._connections = accept_ranks(members, None, 30.0, lambda: None)
-        self._members, self._number = members, 0
-        self._poll = select.poll()
-        for connection in self._connections:
-            self._poll.register(connection.socket, select.POLLIN)
-        self._by_descriptor = {connection.socket.fileno(): connection for connection in self._connections}
-
-    def close(self) -> None:
-        """Stop the ranks and give their room back."""
-        for connection, member in zip(self._connections, self._members, strict=True):
-            connection.close()
-            ray.kill(member.actor, no_restart=True)
-        self._reservation.release()
-
-    def call(self, fn: Callable[[], None]) -> None:
-        """Run a call's command on all ranks."""
-        args, _ = pack_batches("call", deal((), {}, len(self._members)), fn, Out.none())
-        assert isinstance(args, Packed), "the ranks share it"
-        self._number += 1
-        message, _ = Command("call", args, epoch=self._members[0].epoch, number=self._number).encode()
-        for connection in self._connections:
-            assert connection.send(message), "an empty call is small"
-        waiting = len(self._connections)
-        while waiting:
-            for descriptor, _ in self._poll.poll():
-                for frame in self._by_descriptor[descriptor].receive():
-                    response = Response.decode(frame)
-                    assert response.number == self._number
-                    assert response.error is None
-                    waiting -= 1
-
-
 def _bare(num_actors: int) -> Callable[[], object]:
     """Return a function that calls an empty method of so many actors."""
     actors = [ray.remote(_Bare).options(num_cpus=0).remote() for _ in range(num_actors)]
@@ -185,7 +144,7 @@ class _Bare:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a block for each world size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--steps", type=int, default=20)
@@ -198,11 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_file(nn.Linear(8, 8).state_dict(), path)
             for world_size in options.world_sizes:
                 placement = Placement(cpus_per_rank=min(0.5, NUM_CPUS / world_size / 2))
-                with _group(path, world_size, placement) as group, _group(path, world_size, placement) as other:
-                    plain = Plain(other)
+                with _group(path, world_size, placement) as group:
                     load = os.getloadavg()[0]
-                    found = measure(group, plain, options.rounds, options.calls, options.steps, options.step_ms / 1000)
-                    plain.close()
+                    found = measure(group, options.rounds, options.calls, options.steps, options.step_ms / 1000)
                 print("\n".join(lines(world_size, found, load, os.getloadavg()[0])), flush=True)
     finally:
         ray.shutdown()
@@ -223,12 +180,10 @@ def lines(world_size: int, found: dict[str, Figure], before: float, after: float
     title = f"{world_size} ranks on {os.cpu_count()} cores, load average {before:.1f} before and {after:.1f} after"
     rows = [title]
     for name, figure in found.items():
-        scale, unit = (100, "%") if name == "overhead" else (1000, "ms")
-        values: list[Any] = [scale * value for value in (figure.median, figure.low, figure.high)]
-        limit = {"empty": LIMITS_MS.get(world_size), "supervised": 0.3, "overhead": 2.0}.get(name)
-        asked = "" if limit is None else f"   asked: at most {limit:g} {unit}"
-        middle, low, high = values
-        rows.append(f"{name:<11}{middle:9.3f} {unit}  ({low:.3f} – {high:.3f}, {figure.num_rounds} rounds){asked}")
+        scale, unit = (1, "× ") if "÷" in name else (100, "% ") if name == "overhead" else (1000, "ms")
+        middle, low, high = (scale * value for value in (figure.median, figure.low, figure.high))
+        asked = f"   asked: at most {LIMITS[name]:g}" if name in LIMITS else ""
+        rows.append(f"{name:<14}{middle:9.3f} {unit}  ({low:.3f} – {high:.3f}, {figure.num_rounds} rounds){asked}")
     return rows
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.local.ray_hosts import RayHosts
 from raysharding import CallTimeoutError, GroupError, Timeouts
-from raysharding.group.cluster.gcs_monitor import CUT_OFF_S
+from raysharding.group.controller.members import LEASE_S
 from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, rank_pids
@@ -107,6 +107,6 @@ def test_ranks_that_are_cut_off_for_good_end_themselves(rays: RayHosts, driver: 
     host.cut()
     cut, cut_clock = now(), time.monotonic()
     while rank_pids(host):
-        assert now() - cut < CUT_OFF_S + 15.0
+        assert now() - cut < LEASE_S + 15.0
         time.sleep(0.5)
-    assert time.monotonic() - cut_clock > CUT_OFF_S - 5.0
+    assert time.monotonic() - cut_clock > LEASE_S - 20.0, "a GCS may be away for a minute"

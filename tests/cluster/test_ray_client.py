@@ -15,7 +15,7 @@ from torch import nn
 
 from cluster.local.hosts import Host
 from cluster.local.ray_hosts import RayHosts
-from raysharding import GroupError, Placement, PlacementError, RendezvousError, ShardedModelGroup, Timeouts
+from raysharding import GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
 from raysharding.group.cluster import GCS_GONE_S
 from tests.clock import now
 from tests.cluster import jobs
@@ -153,33 +153,17 @@ def test_a_placement_error_says_what_the_cluster_has(driver: Driver, rays: RayHo
     assert all(f"node {host.address}: free " in str(caught.value) for host in rays.hosts)
 
 
-def test_a_firewall_before_the_driver_is_named(driver: Driver, rays: RayHosts, laptop: Host, checkpoint: Path) -> None:
+def test_nobody_connects_to_the_driver(driver: Driver, rays: RayHosts, laptop: Host, checkpoint: Path) -> None:
+    """A firewall lets nobody in, and the head alone has a route to the laptop's address."""
     firewall(laptop)
-    try:
-        with pytest.raises(RendezvousError) as caught:
-            driver.run(make, str(checkpoint), 3, timeout_s=60.0)
-    finally:
-        no_firewall(laptop)
-    said = str(caught.value)
-    assert f"cannot connect to this driver at {laptop.address}:" in said
-    assert "no answer, as behind a firewall; let the ranks' nodes reach this driver's address" in said
-    assert "run the program on a node of the cluster, for example by `ray job submit`" in said
-
-
-def test_an_address_of_the_driver_without_a_route_is_named(
-    driver: Driver, rays: RayHosts, laptop: Host, checkpoint: Path
-) -> None:
     laptop.run("ip", "address", "add", f"{NAT}/32", "dev", "eth0")
     rays.hosts[0].run("ip", "route", "add", NAT, "dev", "eth0")
     laptop.run("ip", "route", "change", "10.77.0.0/24", "dev", "eth0", "src", NAT)
     try:
-        with pytest.raises(RendezvousError) as caught:
-            driver.run(make, str(checkpoint), 3, timeout_s=60.0)
+        driver.run(make, str(checkpoint), 3, timeout_s=60.0)
     finally:
         laptop.run("ip", "route", "change", "10.77.0.0/24", "dev", "eth0", "src", laptop.address)
-    said = str(caught.value)
-    assert f"cannot connect to this driver at {NAT}:" in said
-    assert "Network is unreachable; let the ranks' nodes reach this driver's address" in said
+        no_firewall(laptop)
 
 
 def test_a_driver_that_reaches_ray_client_s_port_alone_keeps_its_group(driver: Driver, made: float) -> None:
@@ -197,7 +181,7 @@ def test_a_driver_that_is_cut_off_is_told(next_driver: Driver, rays: RayHosts, l
     laptop.cut()
     try:
         _, why = next_driver.run(jobs.state_within, "broken", 30.0)
-        assert f"{rays.client_address.removeprefix('ray://')} does not answer" in why
+        assert "or Ray Client lost its connection to the head" in why
         assert_released(*rays.hosts, within_s=60.0)
     finally:
         laptop.mend()

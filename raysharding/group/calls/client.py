@@ -42,13 +42,7 @@ from raysharding.group.messages import (
 )
 from raysharding.group.ranks import RankInfo
 
-_WATCH_S = 4.0
-_SILENT_S = 10.0
-"""Silence of the controller, beyond its answer's due time, after which this driver ends it."""
-_ANSWER_S = 30.0
 _RELEASE_S = 40.0
-_KILL_S = 3.0
-_RETRY_S = 0.2
 _MAX_BYTES = 256 << 20
 
 
@@ -76,7 +70,7 @@ class Client:
         self.pending = PendingSaves(self.saved_bytes)
         """Saves in the background."""
         self._next_number = 0
-        self._calls: dict[int, tuple[Call, int]] = {}
+        self._calls: dict[Call, int] = {}
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
@@ -324,14 +318,13 @@ class Client:
 
     def _send(self, call: Call, ref: ray.ObjectRef, num_bytes: int) -> None:
         """Note a call that was sent with the next number; the lock is held."""
-        number = self._next_number
+        call.number = self._next_number
         self._next_number += 1
-        call.number = number
         with self._changed:
-            self._calls[number] = call, num_bytes
+            self._calls[call] = num_bytes
             self._num_bytes += num_bytes
         ref.future().add_done_callback(
-            lambda ended: self.connection.thread.call(partial(self._on_outcome, number, ended))
+            lambda ended: self.connection.thread.call(partial(self._on_outcome, call, ended))
         )
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
@@ -358,11 +351,11 @@ class Client:
         with DeferredInterrupts(self), self._changed:
             self._changed.wait_for(lambda: self._num_bytes < _MAX_BYTES or self.cause is not None)
 
-    def _on_outcome(self, number: int, ended: concurrent.futures.Future[Any]) -> None:
+    def _on_outcome(self, call: Call, ended: concurrent.futures.Future[Any]) -> None:
         """Handle the end of a call, on the callback thread."""
         error = ended.exception()
         if error is None:
-            self._end(number, decoded(ended.result()))
+            self._end(call, decoded(ended.result()))
         elif isinstance(error, ray.exceptions.RayActorError):
             self.connection.controller_lost(self.connection.controller_died(error))
         else:
@@ -370,16 +363,16 @@ class Client:
             known = (
                 cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
             )
-            self._end(number, Outcome(error=known))
+            self._end(call, Outcome(error=known))
 
-    def _end(self, number: int, outcome: Outcome) -> None:
-        with self._changed:
-            call, num_bytes = self._calls.pop(number, (None, 0))
-            self._num_bytes -= num_bytes
-            self._changed.notify_all()
+    def _end(self, call: Call, outcome: Outcome) -> None:
         if outcome.snapshot is not None:
             self.connection.take(outcome.snapshot)
-        if call is None:
+        with self._changed:
+            num_bytes = self._calls.pop(call, None)
+            self._num_bytes -= num_bytes or 0
+            self._changed.notify_all()
+        if num_bytes is None:
             return  # it has ended with the group
         for rank, sent in enumerate(outcome.sent):
             call.rank_finished(rank, sent)
@@ -387,8 +380,8 @@ class Client:
         call.end(raised_by(outcome))
 
     def _fail_calls(self, error: GroupError) -> None:
-        for number in list(self._calls):
-            self._end(number, Outcome(error=error))
+        for call in list(self._calls):
+            self._end(call, Outcome(error=error))
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         self.pending.note(snapshot.ended_saves)

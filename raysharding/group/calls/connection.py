@@ -82,20 +82,26 @@ class Connection:
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
-    def attach(self, within_s: float = _ANSWER_S) -> Attached:
+    def begin_attach(self) -> ray.ObjectRef:
+        """Begin to connect to a controller whose process may have to start; `attach` takes the result."""
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        before, self.key = self.key or None, secrets.token_hex(8)
+        ref: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
+        return ref
+
+    def attach(self, attaching: ray.ObjectRef | None = None, *, within_s: float = _ANSWER_S) -> Attached:
         """Connect this driver to the controller, and begin to follow the group.
 
         Args:
+            attaching: What `begin_attach` returned, if it was called.
             within_s: Deadline; the controller's process may have to start.
 
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
-        before, self.key = self.key or None, secrets.token_hex(8)
-        asking = self.controller.attach.remote(self.key, label, owned, before)
-        attached: Attached = self.finish(asking, within_s=within_s)
+        attaching = self.begin_attach() if attaching is None else attaching
+        attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
         self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
@@ -230,13 +236,13 @@ class Connection:
         self._note_stall()
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
+        lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
         if not self.has_ray():
-            lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
             self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
         elif self._watching is not None and time.monotonic() > self._watching[0]:
-            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended"
+            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended{lost}"
             self._watching = None
             self.end_controller(for_good=False)
             self.controller_lost(GroupError(what))

@@ -149,6 +149,7 @@ class GroupController:
 
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
+        self._open()  # it may arrive before `attach`
         self._status.begin(driver)
         self._bump()
         loop = asyncio.get_running_loop()

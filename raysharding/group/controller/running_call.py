@@ -127,7 +127,7 @@ class RunningCall:
 
     async def _handed_on(self) -> None:
         """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store."""
-        while self.submission.hands_on_steps and self._num_taken < len(self._items):
+        while self.submission.hands_on_steps and self._num_taken < len(self._items) and not self._seen:
             await self._wait_changed()
         self.deadline = time.monotonic() + self.submission.deadline_s
 
@@ -242,6 +242,7 @@ class RunningCall:
 
     def _see(self, observed: failures.Observed, patience_s: float) -> None:
         self._seen.append(observed)
+        self._changed.set()
         until = time.monotonic() + patience_s
         self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 

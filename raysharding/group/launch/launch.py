@@ -80,15 +80,21 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
     controller = start_controller(spec, replace=replaces)
     client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes, is_named=spec.name is not None)
     try:
-        client.connection.attach(within_s=spec.timeouts.start_s)
-        return make(client, spec, opened, is_checked=is_checked)
+        attaching = client.connection.begin_attach()
+        return make(client, spec, opened, is_checked=is_checked, attaching=attaching)
     except BaseException:
         client.shutdown()
         raise
 
 
 def make(
-    client: Client, spec: GroupSpec, opened: Opened, *, is_checked: bool, reloaded: str | None = None
+    client: Client,
+    spec: GroupSpec,
+    opened: Opened,
+    *,
+    is_checked: bool,
+    reloaded: str | None = None,
+    attaching: Any = None,
 ) -> RunningGroup:
     """Start the ranks of a group that is STARTING, load them, and make the group READY.
 
@@ -98,10 +104,11 @@ def make(
         opened: The checkpoint.
         is_checked: True if the model was compared with the checkpoint.
         reloaded: Path or URI of the files that a restart loads, if not those that the group was made from.
+        attaching: What `begin_attach` returned, if the controller is new.
     """
     spec = replace(spec, model=opened.model)
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
-    started = _start(client, spec, opened, check)
+    started = _start(client, spec, opened, check, attaching)
     spec, opened = _where_it_is(replace(spec, world_size=len(started.ranks)), opened, started)
     preflight = Preflight(client) if spec.preflight else None
     if preflight is not None:
@@ -123,7 +130,9 @@ def packed_spec(spec: GroupSpec) -> Any:
     return pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot()
 
 
-def _start(client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], None] | None) -> Started:
+def _start(
+    client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], None] | None, attaching: Any
+) -> Started:
     """Place the ranks and start their processes; the model is checked meanwhile, which takes as long."""
     device_type, world_size = choose_ranks(
         spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
@@ -147,6 +156,8 @@ def _start(client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], 
     starting = client.connection.begin("start_ranks", client.connection.key, plan)
     if check is not None:
         check()
+    if attaching is not None:
+        client.connection.attach(attaching, within_s=spec.timeouts.start_s)
     started: Started = client.connection.finish(starting, within_s=None)
     client.connection.refresh()
     note_own_group(client, spec, rank_need(device_type, spec.placement))
