@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
+_ATTACH_S = 8.0
+"""Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,11 @@ class GroupController:
         self._files = self._record.files
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
-        self._is_open = False
+        self._is_open = self._was_attached = False
+        if self._record.stored is None:
+            timer = threading.Timer(_ATTACH_S, self._end_unattached)
+            timer.daemon = True
+            timer.start()
 
     async def attach(
         self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None
@@ -118,6 +125,7 @@ class GroupController:
             before: The key under which it was connected before it took the controller for lost.
         """
         self._open()
+        self._was_attached = True
         self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
@@ -535,6 +543,11 @@ class GroupController:
         await asyncio.wait([killing], timeout=_END_S)
         await asyncio.sleep(_EXIT_S)  # Ray would report as unexpected an end before that by its own kill
         os._exit(1)  # without its GCS Ray kills nothing
+
+    def _end_unattached(self) -> None:
+        """End this actor on a thread if its driver died before it attached: nobody knows a detached actor then."""
+        if not self._was_attached:
+            ray.kill(ray.get_runtime_context().current_actor)
 
     async def _on_expired(self, why: str) -> None:
         self._note(why)

@@ -1,0 +1,202 @@
+"""`restart`: new processes, with the newest state that files hold."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysharding import (
+    CallTimeoutError,
+    CheckpointError,
+    GroupBrokenError,
+    GroupError,
+    ShardedModelGroup,
+    Split,
+    Timeouts,
+)
+from raysharding.group import GroupState
+from tests.clock import now
+from tests.group.conftest import make_group
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+QUICK = Timeouts(drain_s=1.0, call_s=60.0)
+
+
+class OneProcess:
+    """The model in this process, trained as the group is."""
+
+    def __init__(self, reference: nn.Module) -> None:
+        self.model = copy.deepcopy(reference).requires_grad_()
+        self.optimizer = ADAM(self.model.parameters())
+
+    def train(self) -> float:
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(BATCH), BATCH[:, :4])
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
+    """Return a loss that pickles by value, and that brings a fault on rank 1: in the loss, in backward, at the step."""
+
+    def loss(output: Any, x: Any) -> Any:
+        import os
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        here = dist.get_rank() == 1
+        if here and fault == "raise in loss":
+            raise RuntimeError("rank 1 alone")
+        if not output.requires_grad:
+            return torch.nn.functional.mse_loss(
+                output[:, :4], x[:, :4]
+            )  # a trial run, which finds out what the loss does
+        if here and fault == "raise in backward":
+
+            def refuse(_: Any) -> None:
+                raise RuntimeError("rank 1 alone")
+
+            output.register_hook(refuse)
+        if here and fault == "die in backward":
+            output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return torch.nn.functional.mse_loss(output[:, :4], x[:, :4])
+
+    return loss
+
+
+def train(group: ShardedModelGroup, fault: str = "none") -> float:
+    return float(group.train_step(Split(BATCH), loss=to_target(fault))["loss"])
+
+
+def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
+    found = group.state_dict()
+    for name, value in oracle.model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["raise in loss", pytest.param("raise in backward", marks=pytest.mark.full)])
+def test_a_rank_that_fails_alone_costs_what_was_not_saved(
+    checkpoint: Path, reference: nn.Module, tmp_path: Path, fault: str
+) -> None:
+    one = OneProcess(reference)
+    with make_group(checkpoint, world_size=3, timeouts=QUICK, optimizer=ADAM) as group:
+        handle, pids = group.forward, {rank.pid for rank in group.ranks}
+        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        group.save(tmp_path / "saved")
+        train(group)
+        with pytest.raises(GroupError, match="rank 1 raised") as caught:
+            train(group, fault)
+        assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
+            rank: "raised" if rank == 1 else "collateral" for rank in range(3)
+        }
+        assert group.state is GroupState.BROKEN
+        with pytest.raises(GroupBrokenError, match=r"group\.restart\(\) makes it whole"):
+            handle(Split(BATCH))
+        report = group.restart()
+        assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), 3)
+        assert group.state is GroupState.READY
+        assert pids.isdisjoint(rank.pid for rank in group.ranks)
+        # With the optimizer's state: the next step is the undisturbed one.
+        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        assert_same(group, one)
+        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
+        report = group.restart(world_size=2)
+        assert (report.world_size, group.world_size, report.checkpoint) == (2, 2, str(tmp_path / "saved"))
+
+
+def test_ranks_that_wait_for_each_other_are_told_apart(checkpoint: Path, reference: nn.Module) -> None:
+    def miss_each_other() -> None:
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            dist.barrier()  # rank 1 is elsewhere: the test is about just that
+        else:
+            dist.recv(torch.zeros(1), src=0)
+
+    with make_group(checkpoint, timeouts=Timeouts(call_s=1.5)) as group:
+        begun = now()
+        with pytest.raises(CallTimeoutError, match="all ranks wait in collectives, so not in the same one") as caught:
+            group.call(miss_each_other)
+        assert now() - begun < 1.5 + 2.0
+        assert sorted(caught.value.failures) == [0, 1]
+        assert all("miss_each_other" in failure.traceback for failure in caught.value.failures.values())
+        group.restart()
+        torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
+
+
+def test_the_reason_for_a_restart_names_the_rank_that_hung_first(checkpoint: Path) -> None:
+    def late() -> None:
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.barrier()
+
+    with make_group(checkpoint, timeouts=Timeouts(call_s=1.5)) as group:
+        with pytest.raises(CallTimeoutError, match="rank 1 hung"):
+            group.call(late)
+        assert group.restart().why.startswith("rank 1 ")
+
+
+def test_weights_changed_in_part_are_loaded_again(checkpoint: Path, reference: nn.Module) -> None:
+    def half(others: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from raysharding import current_worker
+
+        if dist.get_rank() == 1 and others == "go on":
+            raise RuntimeError("before its step")
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.add_(1.0)
+        if others == "wait":
+            if dist.get_rank() == 1:
+                raise RuntimeError("half-way")
+            dist.barrier()  # rank 1 never comes: the test is about just that
+
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        for others in ("wait", "go on"):
+            with pytest.raises(GroupError, match="rank 1 raised"):
+                group.call(half, others)
+            assert group.state is GroupState.BROKEN, "the ranks hold parts of two models"
+            report = group.restart()
+            assert report.checkpoint == str(checkpoint)
+            torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
+
+
+def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        with pytest.raises(ValueError, match="there is nothing to restart"):
+            group.restart()
+        group.save(tmp_path / "saved")
+        shutil.rmtree(tmp_path / "saved")
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 0 died"):
+            group.call(lambda: 1)
+        with pytest.raises(CheckpointError, match="saved"):
+            group.restart()
+        assert group.state is GroupState.BROKEN
+        assert group.restart(str(checkpoint)).why == "a checkpoint was given"
+        assert group.call(lambda: 1) == [1, 1]
+    with pytest.raises(GroupBrokenError, match="is shut down"):
+        group.restart()
