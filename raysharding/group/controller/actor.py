@@ -102,6 +102,8 @@ class GroupController:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
         delete_records_of_dead_jobs()
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
+        if is_restarted and self._record.stored is None:
+            ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
         self._files = self._record.files
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
@@ -539,6 +541,7 @@ class GroupController:
         await asyncio.sleep(_EXIT_S)
         killing = start(asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor))
         await asyncio.wait([killing], timeout=_END_S)
+        await asyncio.sleep(_EXIT_S)  # Ray would report as unexpected an end before that by its own kill
         os._exit(1)  # without its GCS Ray kills nothing
 
     def _end_unattached(self) -> None:
