@@ -241,6 +241,7 @@ class Connection:
             self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
+            self.controller.detach.remote(self.key)  # which ends a group without a name; Ray would take its minute
         elif self._watching is not None and time.monotonic() > self._watching[0]:
             what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended{lost}"
             self._watching = None
