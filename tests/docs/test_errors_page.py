@@ -282,9 +282,7 @@ def test_texts_of_a_group(llama: Path) -> None:
 
     def make() -> None:
         made.append(
-            ShardedModelGroup.from_checkpoint(
-                llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19
-            )
+            ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19)
         )
 
     said["started"] = say(make)

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-
-from raysharding import CallTimeoutError, PlanError, RendezvousError
-from raysharding.group import RankInfo
 from raysharding.group.rpc.messages import RemoteError, Stacks, is_connection_error, record_exception
 from raysharding.group.supervision.failures import (
     Observed,
@@ -23,6 +20,9 @@ from raysharding.group.supervision.failures import (
     twin,
     typed_error,
 )
+
+from raysharding import CallTimeoutError, PlanError, RendezvousError
+from raysharding.group import RankInfo
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-
-from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
-from raysharding.group import GroupState
-from raysharding.group.calls.call import Call, Collect
 from raysharding.group.rpc.messages import (
     COMMAND_BYTES,
     RESULT_BYTES,
@@ -27,6 +23,10 @@ from raysharding.group.rpc.messages import (
 )
 from raysharding.group.supervision.running_call import QueuedCall, RunningCall
 from raysharding.group.supervision.survivors import RecoverableState, Survivors
+
+from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
+from raysharding.group import GroupState
+from raysharding.group.calls.call import Call, Collect
 from tests.group.conftest import make_group
 from tests.group.recovery.hsdp import QUICK, Copied, kill_idle, make_hsdp
 
