@@ -29,7 +29,6 @@ def batch_class() -> Any:
 
     class Forward:
         def __init__(self, name: str) -> None:
-            from raysharding import ShardedModelGroup
 
             self.group = ShardedModelGroup.attach(name)
 
@@ -49,7 +48,6 @@ def async_class() -> Any:
 
     class Replica:
         def __init__(self, make: Callable[[], Any], checkpoint: str, **options: Any) -> None:
-            from raysharding import ShardedModelGroup
 
             options |= {"model": make, "device": "cpu", "world_size": 2}
             self.group = ShardedModelGroup.from_checkpoint(checkpoint, **options)
