@@ -72,6 +72,7 @@ class Client:
         self._next_number = 0
         self._calls: dict[Call, int] = {}
         self._num_bytes = 0
+        self._is_closed = False
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
         atexit.register(self.connection.thread.stop)
@@ -210,9 +211,14 @@ class Client:
         self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
-        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent."""
+        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent.
+
+        After `detach` nothing happens: the group is that of others.
+        """
+        if self._is_closed:
+            return
         try:
-            if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
+            if self.connection.has_ray():
                 self.connection.ask(
                     "shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S
                 )
@@ -240,6 +246,7 @@ class Client:
             self._close()
 
     def _close(self) -> None:
+        self._is_closed = True
         self.connection.close()
         self._fail_calls(closed(self.name))
         atexit.unregister(self.connection.thread.stop)

@@ -126,7 +126,7 @@ from ray.cluster_utils import Cluster
 from raysharding import Placement, ShardedModelGroup
 from tests.group.conftest import make_mlp
 from tests.forking import runtime_env
-from tests.group.supervision.test_inspection import print_and_sleep
+from tests.group.calls.test_inspection import print_and_sleep
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 second = cluster.add_node(num_cpus=1)
