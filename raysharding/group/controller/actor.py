@@ -274,10 +274,11 @@ class GroupController:
         left_s = max(0.0, current.running.deadline - time.monotonic())
         return Interrupted(num_cancelled, current.submission.method, left_s)
 
-    async def stop(self, reason: str) -> None:
-        """Stop the ranks, also in a call: the group is BROKEN."""
+    async def stop(self, driver: str, reason: str) -> None:
+        """Stop the ranks, also in a call: the group is BROKEN, and its other drivers are told by whom."""
         if self._status.is_usable:
-            self._break(GroupError(f"{self._identity.title} was stopped by {reason} ({self._doing()})"))
+            what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
+            self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
     async def begin_restart(self, driver: str) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
