@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -61,7 +62,7 @@ class Client:
             max_output_bytes: Largest result of one rank, in bytes.
             is_named: True if the group outlives this driver.
         """
-        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost)
+        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost, self._shortest_deadline)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
@@ -70,7 +71,8 @@ class Client:
         self.pending = PendingSaves(self.saved_bytes)
         """Saves in the background."""
         self._next_number = 0
-        self._calls: dict[Call, int] = {}
+        self._calls: dict[Call, tuple[int, float]] = {}
+        """Call → bytes of its arguments, and its deadline in seconds."""
         self._num_bytes = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -281,9 +283,8 @@ class Client:
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
         with MaskedInterrupts(), self._submitting:
             self.connection.refuse_if_unusable()
-            self._send(
-                call, self.connection.controller.submit.remote(self.connection.key, self._next_number, sent), num_bytes
-            )
+            ref = self.connection.controller.submit.remote(self.connection.key, self._next_number, sent)
+            self._send(call, ref, num_bytes, deadline_s)
         return call
 
     def submit_pair(
@@ -322,15 +323,15 @@ class Client:
                 second.connection.controller.outcome.remote(second.connection.key, there),
             )
             for one, at, ref in ((first, leader, refs[0]), (second, follower, refs[1])):
-                one._send(calls[at], ref, 0)
+                one._send(calls[at], ref, 0, one.timeouts.call_s)
         return calls[0], calls[1]
 
-    def _send(self, call: Call, ref: ray.ObjectRef, num_bytes: int) -> None:
+    def _send(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
         """Note a call that was sent with the next number; the lock is held."""
         call.number = self._next_number
         self._next_number += 1
         with self._changed:
-            self._calls[call] = num_bytes
+            self._calls[call] = num_bytes, deadline_s
             self._num_bytes += num_bytes
         ref.future().add_done_callback(
             lambda ended: self.connection.thread.call(partial(self._on_outcome, call, ended))
@@ -378,15 +379,18 @@ class Client:
         if outcome.snapshot is not None:
             self.connection.take(outcome.snapshot)
         with self._changed:
-            num_bytes = self._calls.pop(call, None)
-            self._num_bytes -= num_bytes or 0
+            found = self._calls.pop(call, None)
+            self._num_bytes -= 0 if found is None else found[0]
             self._changed.notify_all()
-        if num_bytes is None:
+        if found is None:
             return  # it has ended with the group
         for rank, sent in enumerate(outcome.sent):
             call.rank_finished(rank, sent)
         call.follows = outcome.follows
         call.end(raised_by(outcome))
+
+    def _shortest_deadline(self) -> float:
+        return min((deadline_s for _, deadline_s in list(self._calls.values())), default=math.inf)
 
     def _fail_calls(self, error: GroupError) -> None:
         for call in list(self._calls):
