@@ -210,23 +210,48 @@ class GroupController:
             number: Its place among the driver's calls, from 0.
             sent: The encoded `Submission`.
         """
-        await self._accept(driver, number, decoded(sent))
-        return await self.outcome(driver, number)
+        known = self._drivers[driver]
+        if await self._drivers.turn(known, number):
+            try:
+                await self._accept(known, number, decoded(sent))
+            finally:
+                self._drivers.arrived(known)
+        return await self.outcome(driver, number, closed(self._identity.title))
 
-    async def submit_follower(self, driver: str, number: int, submission: Submission) -> None:
-        """Queue a call that begins together with one of another group, whose controller asks for it."""
-        await self._accept(driver, number, submission)
+    async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
+        """Queue a call that begins together with one of another group, whose controller asks for it.
 
-    async def outcome(self, driver: str, number: int) -> Any:
-        """Return the encoded `Outcome` of a call, which another controller may have to queue first."""
+        It has no number: if that controller died before it asked, the driver's later calls would wait for the number.
+
+        Args:
+            driver: The call's driver.
+            before: Number of the driver's calls that come before it.
+            submission: The call.
+        """
+        known = self._drivers[driver]
+        if await self._drivers.turn(known, before):
+            assert submission.joint is not None, "it is a part of a pair"
+            await self._accept(known, submission.joint.key, submission)
+
+    async def arrived(self, driver: str, number: int) -> None:
+        """Wait until a call of a driver, and the part of its pair in the other group, are queued or have ended."""
         await self._drivers.turn(self._drivers[driver], number + 1)
-        call = self._calls.get((driver, number))
+
+    async def outcome(self, driver: str, key: int | str, unknown: GroupError) -> Any:
+        """Return the encoded `Outcome` of a call.
+
+        Args:
+            driver: Its driver.
+            key: Its number, or the key of the pair of which it is the follower's part.
+            unknown: Error of a call that was not queued.
+        """
+        call = self._calls.get((driver, key))
         if call is None:
-            return encoded(Outcome(error=closed(self._identity.title)), has_refs=False)
+            return encoded(Outcome(error=unknown, follows=isinstance(key, str)), has_refs=False)
         try:
             outcome = await call.ended
         finally:
-            self._calls.pop((driver, number), None)
+            self._calls.pop((driver, key), None)
         return encoded(outcome, has_refs=any(isinstance(one, ray.ObjectRef) for one in outcome.sent))
 
     async def copy_is_ready(self, key: str) -> tuple[bool, str]:
@@ -246,6 +271,7 @@ class GroupController:
 
     async def item(self, driver: str, number: int, index: int) -> Item:
         """Wait for one part of a call's result; see `RunningCall.item`."""
+        await self._drivers.turn(self._drivers[driver], number + 1)  # Ray may have brought the call later than this
         call = self._calls.get((driver, number))
         while call is not None and call.running is None and not call.ended.done():
             await asyncio.wait([call.ended, start(self._began.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -256,16 +282,18 @@ class GroupController:
         call = self._calls.get((driver, number))
         return (0, 0) if call is None or call.running is None else call.running.progress
 
-    async def interrupt(self, driver: str, source: str) -> Interrupted:
+    async def interrupt(self, driver: str, source: str, before: int) -> Interrupted:
         """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
 
         Args:
             driver: The driver.
             source: What interrupts, for the error.
+            before: Number of the calls that the driver had submitted.
         """
         known = self._drivers[driver]
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
             self._break(GroupError(f"{self._identity.title} was stopped by {source} ({self._doing()})"))
+        await self._drivers.turn(known, before)
         what = f"{source} cancelled the call before any rank of {self._identity.title} began it"
         num_cancelled = self._queue.cancel(Outcome(error=CallCancelledError(what)), known)
         current = self._queue.current
@@ -368,7 +396,7 @@ class GroupController:
         self._drivers = Drivers(title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(title)
-        self._calls: dict[tuple[str, int], QueuedCall] = {}
+        self._calls: dict[tuple[str, int | str], QueuedCall] = {}
         self._pairs: dict[str, CopyPair] = {}
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = 0
@@ -384,21 +412,12 @@ class GroupController:
         if self._identity.lease_s is not None:
             start(end_without_renewal(self._identity.lease_s, self._drivers, title, self._on_expired))
 
-    async def _accept(self, driver: str, number: int, submission: Submission) -> QueuedCall:
-        """Queue a call when those before it have arrived; a call that is refused has ended."""
-        known = self._drivers[driver]
-        is_known = await self._drivers.turn(known, number)
-        call = QueuedCall(known, submission)
-        if not is_known:
-            call.end(Outcome(error=GroupError("the driver has detached")))
-            return call
-        try:
-            async with self._accepting:
-                self._calls[driver, number] = call
-                await self._queue_call(call)
-        finally:
-            self._drivers.arrived(known)
-        return call
+    async def _accept(self, driver: Driver, key: int | str, submission: Submission) -> None:
+        """Queue a call; a call that is refused has ended."""
+        call = QueuedCall(driver, submission)
+        async with self._accepting:
+            self._calls[driver.key, key] = call
+            await self._queue_call(call)
 
     async def _queue_call(self, call: QueuedCall) -> None:
         submission = call.submission
@@ -413,7 +432,7 @@ class GroupController:
             if joint.is_leader:
                 assert submission.other is not None, "the leader queues both parts"
                 try:
-                    await joint.other.submit_follower.remote(joint.driver, joint.number, submission.other)
+                    await joint.other.submit_follower.remote(joint.driver, joint.before, submission.other)
                 except ray.exceptions.RayError as error:
                     call.pair.withdraw(str(error).partition("\n")[0])
                 call.pair.watch(joint.other.copy_ended.remote(joint.key))
