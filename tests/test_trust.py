@@ -28,8 +28,7 @@ UNPICKLING = {
     "raysharding/group/messages/packing.py",
     "raysharding/group/messages/remote_error.py",
 }
-"""What drivers, controller and ranks send each other over Ray, and what the controller keeps in Ray's KV; no file is read
-there."""
+"""What drivers, controller and ranks send each other over Ray, and the record in Ray's KV; no file is read there."""
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:

@@ -17,6 +17,9 @@ from torch import nn
 
 from raysharding import CopyReport, Loading, Placement, ShardedModelGroup, Split, Timeouts, current_worker
 from raysharding.group import Call
+from raysharding.group.calls import Client
+from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.launch.start_controller import start_controller
 from raysharding.group.ranks import RankInfo
 from tests.clock import now
 from tests.forking import runtime_env
@@ -86,6 +89,16 @@ def group() -> ShardedModelGroup:
     """The driver's group."""
     assert _group is not None
     return _group
+
+
+def controllers(number: int) -> list[str]:
+    """Where so many controllers run, one after the other."""
+    found = []
+    for _ in range(number):
+        client = Client(start_controller(GroupSpec("none")), "group", Timeouts(), 0, is_named=False)
+        found.append(client.connection.attach().where)
+        client.shutdown()
+    return found
 
 
 def stop() -> None:

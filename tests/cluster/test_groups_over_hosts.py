@@ -47,6 +47,11 @@ def test_ranks_are_sorted_by_node_and_rank_0_sees_the_checkpoint(ranks: list[Ran
     assert [info.local_rank for info in ranks] == [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
+def test_a_controller_runs_on_the_node_of_its_driver(driver: Driver, rays: RayHosts) -> None:
+    found = driver.run(jobs.controllers, 5)
+    assert {where.partition(",")[0] for where in found} == {f"node {rays.hosts[0].address}"}
+
+
 def test_groups_meet_where_host_names_mislead(ranks: list[RankInfo], driver: Driver, rays: RayHosts) -> None:
     misleading = {host.address: "127.0.0.1" for host in rays.hosts} | {rays.hosts[2].address: "172.31.2.1"}
     seen = driver.run(jobs.interfaces)

@@ -42,13 +42,13 @@ def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
         hosts[0].kill()
         when, error = driver.run(jobs.failure)
         assert isinstance(error, GroupError)
-        assert f"the GCS (Ray's head process) at {rays.address} does not answer" in str(error)
-        assert "ray.shutdown()" in str(error)
         if with_rank:
             assert error.primary is not None
             assert error.primary.node_ip == hosts[0].address
             assert when - killed < 3.0
         else:
+            assert f"the GCS (Ray's head process) at {rays.address} has not answered for" in str(error)
+            assert "ray.shutdown()" in str(error)
             assert when - killed < GCS_GONE_S + 3.0
         assert_released(*hosts)
         driver.close()

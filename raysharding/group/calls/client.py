@@ -202,9 +202,11 @@ class Client:
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
-        self.connection.thread.call(
-            lambda: self.connection.has_ray() and self.connection.controller.stop.remote(reason)
-        )
+        self.connection.thread.call(partial(self._abandon, reason))
+
+    def _abandon(self, reason: str) -> None:
+        if self.connection.has_ray():
+            self.connection.controller.stop.remote(self.connection.key, reason)
 
     def tell_soon(self, line: str) -> None:
         """Write a line to stderr on another thread, for a signal handler, which must not."""

@@ -33,6 +33,7 @@ _SILENT_S = 10.0
 _ANSWER_S = 30.0
 _KILL_S = 3.0
 _RETRY_S = 0.2
+_STALL_S = 3.0
 
 
 class Connection:
@@ -77,6 +78,8 @@ class Connection:
         self._connected.set()  # cleared from the loss of a controller to the connection to the next one
         self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
         self._told = 0
+        self._checked = time.monotonic()
+        self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
     def begin_attach(self) -> ray.ObjectRef:
@@ -230,6 +233,7 @@ class Connection:
 
     def _check(self) -> None:
         """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
+        self._note_stall()
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
         lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
@@ -237,6 +241,7 @@ class Connection:
             self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
+            self.controller.detach.remote(self.key)  # which ends a group without a name; Ray would take its minute
         elif self._watching is not None and time.monotonic() > self._watching[0]:
             what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended{lost}"
             self._watching = None
@@ -273,7 +278,19 @@ class Connection:
     def controller_died(self, error: BaseException) -> GroupError:
         """Return the error of the controller's death, from Ray's."""
         first = " ".join(str(error).split())[:600]
-        return GroupError(f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}")
+        message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
+        self._note_stall()
+        until, seconds = self._stall
+        if seconds and self._checked - until < _SILENT_S:
+            message += f"; this driver had not run for {seconds:.0f} s: did its lease (Timeouts.lease_s) run out?"
+        return GroupError(message)
+
+    def _note_stall(self) -> None:
+        """Note it if this process did not run since the last check: it was frozen, or its machine was."""
+        now = time.monotonic()
+        if now - self._checked > _STALL_S:
+            self._stall = now, now - self._checked
+        self._checked = now
 
     def require_ray(self) -> None:
         """Raise instead of a call that would start Ray anew."""

@@ -64,7 +64,7 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
-_ATTACH_S = 5.0
+_ATTACH_S = 8.0
 """Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
 
 
@@ -102,6 +102,8 @@ class GroupController:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
         delete_records_of_dead_jobs()
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
+        if is_restarted and self._record.stored is None:
+            ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
         self._files = self._record.files
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
@@ -273,10 +275,11 @@ class GroupController:
         left_s = max(0.0, current.running.deadline - time.monotonic())
         return Interrupted(num_cancelled, current.submission.method, left_s)
 
-    async def stop(self, reason: str) -> None:
-        """Stop the ranks, also in a call: the group is BROKEN."""
+    async def stop(self, driver: str, reason: str) -> None:
+        """Stop the ranks, also in a call: the group is BROKEN, and its other drivers are told by whom."""
         if self._status.is_usable:
-            self._break(GroupError(f"{self._identity.title} was stopped by {reason} ({self._doing()})"))
+            what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
+            self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
     async def begin_restart(self, driver: str) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
@@ -540,6 +543,7 @@ class GroupController:
         await asyncio.sleep(_EXIT_S)
         killing = start(asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor))
         await asyncio.wait([killing], timeout=_END_S)
+        await asyncio.sleep(_EXIT_S)  # Ray would report as unexpected an end before that by its own kill
         os._exit(1)  # without its GCS Ray kills nothing
 
     def _end_unattached(self) -> None:

@@ -65,7 +65,8 @@ def start_controller(spec: GroupSpec, *, replace: bool = False) -> Any:
     if spec.placement.placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(spec.placement.placement_group)
     elif node_id := own_node_id():
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+        # Ray 2.60 puts an actor that needs nothing at all on any node, whatever the soft affinity says.
+        options |= {"memory": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
     try:
         return REMOTE_CONTROLLER.options(**options).remote(identity)
     except ray.exceptions.ActorAlreadyExistsError as error:
