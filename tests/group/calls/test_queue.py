@@ -55,6 +55,16 @@ def test_500_calls_of_mixed_sizes_run_in_the_order_of_their_submission(group: Sh
     assert group.call(noted) == [list(range(NUM_CALLS))] * 2
 
 
+def test_a_part_of_a_result_that_is_asked_for_before_its_call_arrives_is_waited_for(group: ShardedModelGroup) -> None:
+    """Else `state_dict` takes the call for ended, and the ranks wait forever for somebody to take the first bucket."""
+    client = group._client
+    part = client.item(client._next_number, 0)
+    time.sleep(0.5)
+    call = group.call.remote(int)
+    assert not part.result(timeout=20.0).is_last
+    assert call.result() == [0, 0]
+
+
 def test_an_argument_that_is_still_being_made_lets_no_later_call_pass(group: ShardedModelGroup) -> None:
     @ray.remote(num_cpus=0)
     def make() -> Any:
