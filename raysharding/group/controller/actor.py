@@ -270,13 +270,8 @@ class GroupController:
         return "" if error is None else error.message
 
     async def item(self, driver: str, number: int, index: int) -> Item:
-<<<<<<< HEAD
         """Wait for one part of a call's result; see `RunningCall.item`."""
         await self._drivers.turn(self._drivers[driver], number + 1)  # Ray may have brought the call later than this
-=======
-        """Wait for one part of a call's result, which may have to arrive first; see `RunningCall.item`."""
-        await self._drivers.turn(self._drivers[driver], number + 1)
->>>>>>> h47e
         call = self._calls.get((driver, number))
         while call is not None and call.running is None and not call.ended.done():
             await asyncio.wait([call.ended, start(self._began.wait())], return_when=asyncio.FIRST_COMPLETED)
