@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, assert_type
 
 import torch
-from raysharding.group.recovery import RestartReport
+from raysharding.group.launch import RestartReport
 
 from raysharding import Call, FitReport, LoadReport, Out, SaveReport, ShardedModelGroup
 
