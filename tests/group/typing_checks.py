@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, assert_type
 
 import torch
-from raysharding.group.launch import RestartReport
 
 from raysharding import Call, FitReport, LoadReport, Out, SaveReport, ShardedModelGroup
+from raysharding.group.launch import RestartReport
 
 if TYPE_CHECKING:
 
