@@ -125,8 +125,8 @@ def test_what_nobody_has_fetched_ends_with_the_group_in_an_error(checkpoint: Pat
             ray.get(ref, timeout=20)
         except ray.exceptions.ObjectLostError:
             lost = True
+        time.sleep(0.1)
     assert lost
-            time.sleep(0.1)
     with pytest.raises(GroupError, match="the result of call on rank 0 is lost"):
         call.result()
 
