@@ -553,7 +553,7 @@ def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
             assert caught.value.primary is not None
             assert caught.value.primary.rank == 1, how
             assert group.state.value == "broken", how
-            group.restart()
+            assert group.restart().checkpoint == str(path), how
             torch.testing.assert_close(group.forward(Split(torch.ones(4, 8))), expected)
 
 

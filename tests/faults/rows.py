@@ -33,7 +33,7 @@ ROWS = {
             f"{SUPERVISION}::test_a_rank_killed_in_a_call",
             f"{SUPERVISION}::test_a_rank_killed_while_idle",
             f"{SUPERVISION}::test_a_rank_killed_while_the_model_is_built",
-            "tests/group/cluster/test_placement.py::test_an_actor_that_died_is_reported_while_another_still_starts",
+            "tests/group/controller/test_start.py::test_an_actor_that_died_is_reported_while_another_still_starts",
         ),
     ),
     2: Row(

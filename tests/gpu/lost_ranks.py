@@ -123,7 +123,7 @@ def lose(
     said += str(group.state.value)
     if group.state.value == "broken":
         report = group.restart()
-        said += f"; restart {report.seconds:.1f} s ({report.why})"
+        said += f"; restart {report.seconds:.1f} s"
     said += f"; {forward(group, expected)}"
     assert primary_is in (None, primary), f"{said}; the error: {error}"
     return said

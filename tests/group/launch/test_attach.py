@@ -1,4 +1,4 @@
-"""Named groups: another driver, or the same one again, joins the drivers of a loaded group."""
+"""Named groups: another driver, or the same one again, finds a loaded group and uses it beside the others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raysharding import (
+    CallTimeoutError,
     GroupBrokenError,
     GroupError,
     PerRank,
@@ -43,7 +44,7 @@ def work(seconds: float) -> int:
 
 @pytest.fixture(scope="module")
 def lasting(cluster: None, checkpoint: Path) -> Iterator[tuple[int, ...]]:
-    """The pids of a group named `llama`, for tests that leave it whole, whoever has it then."""
+    """The pids of a group named `llama`, for tests that leave it whole."""
     made = make_group(checkpoint, name="llama", timeouts=Timeouts(drain_s=1.0))
     yield tuple(one.pid for one in made.ranks)
     ShardedModelGroup.attach("llama").shutdown()
@@ -67,37 +68,35 @@ def names() -> set[str]:
     return {one["name"] for one in listed if one["namespace"] == "raysharding"}
 
 
-def test_a_group_is_joined_with_all_that_it_is(lasting: tuple[int, ...]) -> None:
-    def loss(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return output.square().mean()
-
+def test_attach_finds_the_group_with_all_that_it_is(lasting: tuple[int, ...]) -> None:
     first = ShardedModelGroup.attach("llama")
     first.set_optimizer(torch.optim.SGD, lr=0.1)
-    first.train_step(Split(ROWS), loss=loss)
+    first.train_step(Split(ROWS), loss=lambda output, rows: output.square().mean())
     trained = first.state_dict()
+
     group = ShardedModelGroup.attach("llama")
+
     assert group.ranks == first.ranks
     assert tuple(group.call(os.getpid)) == lasting
     after = group.state_dict()
     assert after.keys() == trained.keys()
     assert all(torch.equal(after[name], trained[name]) for name in trained)
     assert group.load_report == first.load_report, "nothing was loaded again"
-    group.train_step(Split(ROWS), loss=loss)
-    assert tuple(first.call(os.getpid)) == lasting, "the driver that was there goes on"
+    group.train_step(Split(ROWS), loss=lambda output, rows: output.square().mean())
 
 
 def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: Path) -> None:
-    threads = threading.active_count()
-    for _ in range(3):
-        group = ShardedModelGroup.attach("llama")
-        del group
-        gc.collect()
     group = ShardedModelGroup.attach("llama")
+    before = callback_threads()
+    for _ in range(3):
+        other = ShardedModelGroup.attach("llama")
+        del other
+        gc.collect()
     assert tuple(group.call(os.getpid)) == lasting
-    until = now() + 5.0
-    while threading.active_count() > threads + 1:
-        assert now() < until, "the threads of clients that are gone end"
-        time.sleep(0.05)
+    until = now() + 10.0
+    while callback_threads() - before:
+        assert now() < until, "the thread of a handle that is gone ends"
+        time.sleep(0.01)
     with pytest.raises(ValueError, match=r"name='none': no group of that name .* its groups are: 'llama'"):
         ShardedModelGroup.attach("none")
     with pytest.raises(ValueError, match=r"name='llama': a group of that name .* ShardedModelGroup.attach\('llama'\)"):
@@ -105,7 +104,32 @@ def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: 
     assert tuple(group.call(os.getpid)) == lasting
 
 
-def test_ranks_that_a_driver_left_unlike_are_reset(lasting: tuple[int, ...]) -> None:
+def callback_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("calls of ")}
+
+
+def test_the_shutdown_of_a_detached_handle_leaves_the_group_to_the_others(lasting: tuple[int, ...]) -> None:
+    with ShardedModelGroup.attach("llama") as detached:
+        pass
+    detached.shutdown()
+    assert tuple(ShardedModelGroup.attach("llama").call(os.getpid)) == lasting
+
+
+def test_a_call_of_another_driver_runs_first(lasting: tuple[int, ...]) -> None:
+    first, second = ShardedModelGroup.attach("llama"), ShardedModelGroup.attach("llama")
+    call = first.call.remote(work, 1.0)
+    time.sleep(0.3)
+    assert second.call(work, 0.0) == [7, 7]
+    assert call.done()
+    assert call.result() == [7, 7]
+
+    # An error that every rank raised alike leaves the group as good as before, for both.
+    with pytest.raises(GroupError):
+        second.call(lambda: 1 / 0)
+    assert first.call(work, 0.0) == [7, 7]
+
+
+def test_ranks_that_another_driver_left_unlike_are_reset(lasting: tuple[int, ...]) -> None:
     """Its last call raised on one rank, which was reset, while the other kept the root gathered."""
 
     def gather_root(rows: torch.Tensor, raises: bool) -> None:
@@ -117,14 +141,39 @@ def test_ranks_that_a_driver_left_unlike_are_reset(lasting: tuple[int, ...]) -> 
             raise LookupError("alone")
 
     first = ShardedModelGroup.attach("llama")
+    second = ShardedModelGroup.attach("llama", timeouts=Timeouts(call_s=20.0, drain_s=1.0))
     expected = first.forward(Split(ROWS))
     with pytest.raises(GroupError, match="LookupError: alone"):
         first.call(gather_root, ROWS, PerRank([False, True]))
-    second = ShardedModelGroup.attach("llama", timeouts=Timeouts(call_s=20.0, drain_s=1.0))
     assert torch.equal(second.forward(Split(ROWS)), expected)
 
 
-def test_a_rank_that_died_while_no_driver_was_there_breaks_the_group(
+def test_a_call_of_another_driver_that_hangs_breaks_the_group_for_both(doomed: ShardedModelGroup) -> None:
+    def hang(what: str) -> None:
+        import time
+
+        import torch.distributed as dist
+
+        if what == "sleep":
+            time.sleep(100)
+        dist.barrier()  # rank 1 never comes
+
+    first = ShardedModelGroup.attach("doomed", timeouts=Timeouts(call_s=2.0))
+    call = first.call.remote(hang, PerRank(["wait", "sleep"]))
+    time.sleep(0.5)
+    second = ShardedModelGroup.attach("doomed")  # it waits for no call
+    assert not call.done()
+    queued = second.call.remote(int)
+    with pytest.raises(CallTimeoutError) as caught:
+        call.result()
+    assert "time.sleep(100)" in caught.value.failures[1].traceback
+    with pytest.raises(GroupBrokenError, match="rank 1 hung"):
+        queued.result()
+    assert second.state is GroupState.BROKEN
+
+
+@pytest.mark.full
+def test_a_group_whose_rank_died_without_drivers_is_found_broken_and_restarts(
     doomed: ShardedModelGroup, reference: nn.Module
 ) -> None:
     pid = doomed.ranks[1].pid
@@ -132,12 +181,25 @@ def test_a_rank_that_died_while_no_driver_was_there_breaks_the_group(
     os.kill(pid, signal.SIGKILL)
     time.sleep(1.0)
     group = ShardedModelGroup.attach("doomed")
-    assert group.state is GroupState.BROKEN
-    with pytest.raises(GroupBrokenError, match="rank 1 died"):
+    with pytest.raises(GroupBrokenError, match=r"'doomed' is broken .* rank 1 died"):
         group.call(int)
     group.restart()
-    assert torch.allclose(group.forward(Split(ROWS)), reference(ROWS), atol=1e-6)
+    torch.testing.assert_close(group.forward(Split(ROWS)), reference(ROWS))
     group.shutdown()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_any_driver_renews_the_lease_and_the_group_ends_without_one(checkpoint: Path) -> None:
+    first = make_group(checkpoint, name="doomed", timeouts=Timeouts(lease_s=1.0))
+    second = ShardedModelGroup.attach("doomed")
+    first._client.detach()
+    time.sleep(2.0)
+    assert second.call(int) == [0, 0]
+    second._client.detach()
+    until = now() + 10.0
+    while "doomed" in names():
+        assert now() < until
+        time.sleep(0.05)
 
 
 @pytest.mark.full

@@ -1,7 +1,8 @@
-"""`restart`: new processes, with the newest state that files hold."""
+"""`restart`: new processes, which load the group's newest files."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -22,12 +23,13 @@ from raysharding import (
     GroupBrokenError,
     GroupError,
     ShardedModelGroup,
+    Sharding,
     Split,
     Timeouts,
 )
 from raysharding.group import GroupState
 from tests.clock import now
-from tests.group.conftest import make_group
+from tests.group.conftest import make_group, rank_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -91,37 +93,40 @@ def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fault", ["raise in loss", pytest.param("raise in backward", marks=pytest.mark.full)])
-def test_a_rank_that_fails_alone_costs_what_was_not_saved(
-    checkpoint: Path, reference: nn.Module, tmp_path: Path, fault: str
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("replicate_size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_rank_that_fails_alone_breaks_the_group_until_a_restart(
+    checkpoint: Path, reference: nn.Module, replicate_size: int, tmp_path: Path
 ) -> None:
-    one = OneProcess(reference)
-    with make_group(checkpoint, world_size=3, timeouts=QUICK, optimizer=ADAM) as group:
-        handle, pids = group.forward, {rank.pid for rank in group.ranks}
-        assert train(group) == pytest.approx(one.train(), abs=1e-6)
-        group.save(tmp_path / "saved")
+    """New processes go on from the newest save, with the optimizer's state; handles stay usable."""
+    sharding, size = Sharding(replicate_size=replicate_size), 3 if replicate_size == 1 else 2
+    options: dict[str, Any] = {"timeouts": QUICK, "sharding": sharding, "optimizer": ADAM}
+    with make_group(checkpoint, world_size=size, **options) as group:
+        handle = group.forward
         train(group)
-        with pytest.raises(GroupError, match="rank 1 raised") as caught:
-            train(group, fault)
-        assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
-            rank: "raised" if rank == 1 else "collateral" for rank in range(3)
-        }
-        assert group.state is GroupState.BROKEN
-        with pytest.raises(GroupBrokenError, match=r"group\.restart\(\) makes it whole"):
-            handle(Split(BATCH))
-        report = group.restart()
-        assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), 3)
-        assert group.state.value == "ready"
-        assert pids.isdisjoint(rank.pid for rank in group.ranks)
-        # With the optimizer's state: the next step is the undisturbed one.
-        assert train(group) == pytest.approx(one.train(), abs=1e-6)
-        assert_same(group, one)
-        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
-        report = group.restart(world_size=2)
-        assert (report.world_size, group.world_size, report.checkpoint) == (2, 2, str(tmp_path / "saved"))
+        group.save(tmp_path / "saved")
+        for fault in ("raise in loss", "raise in backward"):
+            pids = {rank.pid for rank in group.ranks}
+            with pytest.raises(GroupError, match="rank 1 raised") as caught:
+                train(group, fault)
+            assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
+                rank: "raised" if rank == 1 else "collateral" for rank in range(size)
+            }
+            assert group.state is GroupState.BROKEN
+            with pytest.raises(GroupBrokenError, match=r"group\.restart\(\) makes it whole"):
+                handle(Split(BATCH))
+            report = group.restart()
+            assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), size)
+            assert group.state.value == "ready"
+            assert pids.isdisjoint(rank.pid for rank in group.ranks)
+            one = OneProcess(reference)
+            one.train()
+            assert train(group) == pytest.approx(one.train(), abs=1e-6)
+            assert_same(group, one)
+            torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_that_wait_for_each_other_are_told_apart(checkpoint: Path, reference: nn.Module) -> None:
+def test_ranks_that_wait_for_each_other_are_named(checkpoint: Path, reference: nn.Module) -> None:
     def miss_each_other() -> None:
         import torch
         import torch.distributed as dist
@@ -144,6 +149,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart(checkpoint: Path, referen
 
 def test_the_reason_for_a_restart_names_the_rank_that_hung_first(checkpoint: Path) -> None:
     def late() -> None:
+        import time
 
         import torch.distributed as dist
 
@@ -155,6 +161,29 @@ def test_the_reason_for_a_restart_names_the_rank_that_hung_first(checkpoint: Pat
         with pytest.raises(CallTimeoutError, match="rank 1 hung"):
             group.call(late)
         assert group.restart().why.startswith("rank 1 ")
+
+
+def test_a_death_loads_the_last_save(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
+    one = OneProcess(reference)
+    with make_group(checkpoint, world_size=3, timeouts=QUICK) as group:
+        handle = group.forward
+        group.set_optimizer(torch.optim.AdamW, lr=1e-2)
+        train(group), one.train()
+        group.save(tmp_path / "saved")
+        with pytest.raises(GroupError, match="rank 1 died") as caught:
+            train(group, "die in backward")
+        assert caught.value.primary is not None
+        report = group.restart()
+        assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), 3)
+        assert "rank 1" in report.why
+        assert_same(group, one)
+        # With the optimizer's state: the next step is the undisturbed one.
+        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        assert_same(group, one)
+        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
+        report = group.restart(world_size=2)
+        assert (report.world_size, group.world_size) == (2, 2)
+        assert len(rank_processes()) >= 2
 
 
 def test_weights_changed_in_part_are_loaded_again(checkpoint: Path, reference: nn.Module) -> None:
@@ -196,7 +225,67 @@ def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="saved"):
             group.restart()
         assert group.state is GroupState.BROKEN
-        assert group.restart(str(checkpoint)).why == "a checkpoint was given"
+        assert group.restart(str(checkpoint)).checkpoint == str(checkpoint)
         assert group.call(lambda: 1) == [1, 1]
     with pytest.raises(GroupBrokenError, match="is shut down"):
         group.restart()
+
+
+def test_another_learning_rate_on_some_ranks_is_another_model(checkpoint: Path) -> None:
+    """Of those that a schedule has changed, on all ranks but one."""
+
+    def slow_down(failing: int) -> None:
+        import torch.distributed as dist
+
+        from raysharding import current_worker
+
+        if dist.get_rank() == failing:
+            raise ValueError("bad data on this rank")
+        optimizer = current_worker().optimizer
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+
+    def raise_on(failing: int) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == failing:
+            raise ValueError("bad data on this rank")
+
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(raise_on, 1)
+        assert group.state is GroupState.READY, "nothing was changed"
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(slow_down, 1)
+        assert group.state.value == "broken"
+        group.restart()
+        assert group.call(int) == [0, 0]
+
+
+def test_what_broke_the_group_is_told_also_after_a_restart_that_failed(checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(checkpoint, tmp_path / "model.safetensors"))
+    with make_group(path, timeouts=QUICK) as group:
+        os.remove(path)
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 1 died"):
+            group.call(time.sleep, 5.0)
+        with pytest.raises(CheckpointError) as caught:
+            group.restart()
+        assert "rank 1" in str(caught.value.__notes__)
+        with pytest.raises(GroupBrokenError, match="rank 1 died") as broken:
+            group.call(int)
+        assert broken.value.primary is not None
+        assert broken.value.primary.rank == 1
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.5, 1.5])
+def test_a_group_that_is_shut_down_while_it_restarts_stays_shut(checkpoint: Path, when_s: float) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(drain_s=1.0))
+    restarting = group.restart.remote(checkpoint=str(checkpoint))
+    time.sleep(when_s)
+    group.shutdown()
+    with contextlib.suppress(GroupError):  # unless it was done before
+        restarting.result(timeout_s=60.0)
+    assert group.state is GroupState.CLOSED

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
-from raysharding import GroupBrokenError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
+from raysharding import GroupBrokenError, GroupError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import open_checkpoint
-from raysharding.group.cluster import NAMESPACE
+from tests.clock import now
 from tests.conftest import make_mlp
 from tests.controllers import controller_pids, new_controller
 from tests.group.conftest import make_group
@@ -67,30 +68,44 @@ def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dies", ["nobody", "a rank", "the controller"])
+@pytest.mark.parametrize("dies", ["nobody", "rank", "controller"])
 def test_replace_ends_what_another_driver_left(checkpoint: Path, dies: str) -> None:
     before = controller_pids()
     first = make_group(checkpoint, name="left")
-    pids, controller = [one.pid for one in first.ranks], new_controller(before)
+    pids = {one.pid for one in first.ranks}
+    victims = {"nobody": [], "rank": [first.ranks[0].pid], "controller": [new_controller(before)]}
     first._client.detach()  # what the end of a program does
-    if dies != "nobody":
-        os.kill(pids[0] if dies == "a rank" else controller, signal.SIGKILL)
+    for pid in victims[dies]:
+        os.kill(pid, signal.SIGKILL)
     with make_group(checkpoint, name="left", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
         assert {one.pid for one in group.ranks}.isdisjoint(pids)
 
 
-@pytest.mark.full
-def test_replace_ends_a_controller_that_does_not_start(checkpoint: Path) -> None:
-    options: dict[str, Any] = {"name": "ending", "namespace": NAMESPACE, "lifetime": "detached"}
-    stuck: Any = ray.remote(num_cpus=1000)(Stuck)
-    stuck.options(**options).remote()
-    with make_group(checkpoint, name="ending", replace=True) as group:
+def test_replace_ends_a_group_that_is_being_made(checkpoint: Path, tmp_path: Path) -> None:
+    began = tmp_path / "builds"
+
+    def build() -> Any:
+        began.touch()
+        time.sleep(1000)
+
+    errors: list[GroupError] = []
+
+    def make_first() -> None:
+        with pytest.raises(GroupError) as caught:
+            make_group(checkpoint, model=build, name="again")
+        errors.append(caught.value)
+
+    making = threading.Thread(target=make_first)
+    making.start()
+    until = now() + 60.0
+    while not began.exists():
+        assert now() < until
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="driver is still making it"):
+        ShardedModelGroup.attach("again")
+    with make_group(checkpoint, name="again", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
-
-
-class Stuck:
-    """Never starts, as the controller of a group on a cluster without room for a process."""
-
-    def shutdown(self, why: str) -> None:
-        """Do nothing."""
+        making.join(30.0)
+        assert "shut down" in str(errors[0])
+        assert group.forward(Split(ROWS)).shape == (3, 4), "what the first driver undoes is its own"
