@@ -457,11 +457,11 @@ class GroupController:
 
     def _close(self, why: str) -> None:
         self._status.move(GroupState.CLOSED)
-        outcome = Outcome(error=GroupBrokenError(why))
+        self._bump()
+        outcome = Outcome(error=GroupBrokenError(why), snapshot=self._snapshot())
         if self._queue.current is not None:
             self._queue.current.end(outcome)
         self._queue.cancel(outcome)
-        self._bump()
 
     async def _leave(self, ranks: Ranks) -> None:
         """Let idle ranks leave the process group, for at most 2 s."""
