@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from raysharding.group.supervision.client import Client
 from torch import nn
 
 from raysharding import (
@@ -27,6 +26,7 @@ from raysharding import (
 )
 from raysharding.checkpoint import open_checkpoint
 from raysharding.group import GroupState
+from raysharding.group.calls import Client
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
 from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank
