@@ -61,8 +61,8 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
-_ATTACH_S = 8.0
-"""Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
+_ATTACH_S = 5.0
+"""Longest time from the start of a controller to its driver's `attach`, which Ray sends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class GroupController:
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._is_open = self._was_attached = False
-        if self._record.stored is None:
+        if self._record.stored is None or not identity.is_named:
             timer = threading.Timer(_ATTACH_S, self._end_unattached)
             timer.daemon = True
             timer.start()
