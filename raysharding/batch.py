@@ -177,6 +177,8 @@ class Out:
     def refs(cls) -> Out:
         """Return a reference to every rank's output, as `PerRank`; the outputs stay in the object store.
 
+        They end with the group: `ray.get` them, or pass them on, before its `shutdown`.
+
         `None` for a rank that had no rows.
         """
         return cls("refs")

@@ -30,7 +30,7 @@ short=(
   tests/distributed/saving/test_saved_names.py
   tests/distributed/saving/test_merging.py::test_weights_are_accelerates
   tests/group/test_group.py::test_training_saving_and_reopening
-  tests/group/recovery/test_restart.py::test_a_rank_that_fails_alone_costs_no_weights
+  tests/group/launch/test_restart.py::test_a_rank_that_fails_alone_breaks_the_group_until_a_restart
   tests/group/test_transformers.py::test_a_model_equals_one_process
   tests/group/test_adapters.py::test_training_equals_peft_in_one_process
   tests/group/test_copy_to.py::test_adapters_go_alone_or_merged
@@ -54,8 +54,8 @@ slice=(
   tests/group/fit/test_fit.py
   tests/group/fit/test_predict.py
   tests/group/launch/test_hub_groups.py
-  tests/group/recovery/test_restart.py
-  tests/group/supervision/test_errors_on_some_ranks.py
+  tests/group/launch/test_restart.py
+  tests/group/controller/test_errors_on_some_ranks.py
 )
 case ${1:-} in
   --short) set -- "${short[@]}" ;;

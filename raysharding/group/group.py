@@ -1396,6 +1396,9 @@ class ShardedModelGroup:
     def shutdown(self) -> None:
         """Stop all ranks and release all resources. May be called many times; makes a running call or restart fail.
 
+        Results that are still in the object store end with the group: `Out.refs()`, and values over 48 KiB of calls
+        whose result was not requested. A `Call.ref()` outlives it.
+
         `shutdown` waits for background saves as long as they write, and raises their failure. In a callback of
         `Call.when_done`, `shutdown` only begins: it neither waits nor raises.
         """

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from cluster.local.hosts import Host
+from cluster.local.hosts import Host, Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import FitStep, GroupError, ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.cluster import jobs
-from tests.cluster.conftest import assert_released
+from tests.cluster.conftest import QUICK, assert_released, require_hosts
 from tests.cluster.driver import Driver
 from tests.controllers import controller_pids
 from tests.faults.test_controller import slow_files, square
@@ -88,9 +90,9 @@ def save(path: Path) -> dict[str, torch.Tensor]:
 
 
 def restart() -> tuple[str, str | None, dict[str, torch.Tensor]]:
-    """Restart on the two nodes that are left; returns the state before, the files that were loaded, and the weights."""
+    """Restart on the node that is left for ranks; returns the state before, the loaded files, and the weights."""
     before: GroupState = jobs.group().state
-    report: Any = jobs.group().restart(world_size=2)
+    report: Any = jobs.group().restart(world_size=1)
     return before.value, report.checkpoint, jobs.group().state_dict()
 
 
@@ -100,31 +102,41 @@ def attach() -> None:
 
 
 @pytest.fixture
-def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[Host]:
-    """The host of the controller of a named group with a rank on each host, which `driver` is not on; it comes back."""
+def rays(worker_python: Path) -> Iterator[RayHosts]:
+    """A cluster of its own for each test: no driver joins Ray on a host that was lost before."""
+    require_hosts()
+    with Hosts(3) as hosts, RayHosts(list(hosts), cpus_per_host=2, logs_to_driver=False, environment=QUICK) as rays:
+        yield rays
+
+
+@pytest.fixture
+def driver(rays: RayHosts) -> Iterator[Driver]:
+    """A program on the head."""
+    with closing(Driver(rays, rays.hosts[0])) as driver:
+        driver.run(jobs.join)
+        yield driver
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")
+    return str(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def lost(rays: RayHosts, driver: Driver, files: str) -> Host:
+    """The host of the controller of a named group with a rank on each host but that of `driver`, which has attached."""
     timeouts = Timeouts(call_s=60.0, load_stall_s=30.0, drain_s=1.0)
-    # It may be where the group was made, or where rank 0 is, which is where the checkpoint is seen.
     maker = Driver(rays, rays.hosts[1])
     maker.run(jobs.join)
-    ranks = maker.run(jobs.start, str(checkpoint), name="doomed", timeouts=timeouts)
-    assert ranks[0].node_ip == rays.hosts[1].address
+    maker.run(jobs.start, files, world_size=2, name="doomed", labels={"role": "worker"}, timeouts=timeouts)
     maker.close()
     maker.process.wait(30)
     (pid,) = controller_pids()
     (host,) = (host for host in rays.hosts if pid in host.pids())
-    assert host is not rays.hosts[0]
+    assert host is not rays.hosts[0], "it is where the group was made, or where ranks are"
     driver.run(attach)
-    yield host
-    driver.run(jobs.stop)
-    renew(rays, driver, host)
-
-
-def renew(rays: RayHosts, driver: Driver, host: Host) -> None:
-    """Start a host anew."""
-    host.kill()
-    driver.run(jobs.await_nodes, 2)
-    rays.start(host)
-    driver.run(jobs.await_nodes, 3)
+    return host
 
 
 @pytest.mark.parametrize(
@@ -143,7 +155,7 @@ def test_a_controller_whose_node_is_lost_names_the_node(
         time.sleep(0.01)
     killed = now()
     lost.kill()
-    ended, said = driver.end()
+    ended, said = driver.end(60.0)
     assert ended - killed < GIVE_UP_S
     assert "controller" in said
     assert lost.address in said
@@ -151,21 +163,20 @@ def test_a_controller_whose_node_is_lost_names_the_node(
     before, checkpoint, weights = driver.run(restart)
     assert (before, checkpoint) == ("broken", str(tmp_path / "saved"))
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    driver.run(jobs.stop)
+    assert_released(*rays.hosts)
 
 
 @pytest.mark.full
 def test_a_driver_lost_with_its_node_takes_its_unnamed_group_with_it(
-    rays: RayHosts, driver: Driver, checkpoint: Path
+    rays: RayHosts, driver: Driver, files: str
 ) -> None:
     """An unnamed group's controller is on its driver's node: nobody is left to be told, and nothing stays."""
-    host = rays.hosts[2]
-    other = Driver(rays, host)
+    other = Driver(rays, rays.hosts[2])
     other.run(jobs.join)
-    other.run(jobs.start, str(checkpoint))
-    host.kill()
-    try:
-        assert_released(*rays.hosts, within_s=GIVE_UP_S)
-    finally:
-        renew(rays, driver, host)
-    driver.run(jobs.start, str(checkpoint), cpus_per_rank=2.0, timeouts=Timeouts(place_s=30.0))
+    other.run(jobs.start, files)
+    rays.hosts[2].kill()
+    assert_released(*rays.hosts, within_s=GIVE_UP_S)
+    driver.run(jobs.await_nodes, 2)
+    driver.run(jobs.start, files, world_size=2, cpus_per_rank=2.0, timeouts=Timeouts(place_s=30.0))
     driver.run(jobs.stop)

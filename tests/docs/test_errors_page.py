@@ -262,15 +262,14 @@ def of_calls(group: ShardedModelGroup, llama: Path) -> Iterator[tuple[str, str]]
 
 
 def of_failures(group: ShardedModelGroup, llama: Path) -> Iterator[tuple[str, str]]:
-    again = ShardedModelGroup.attach("llama", timeouts=Timeouts(call_s=1, keep_s=0))
-    yield "taken-over", say(lambda: group.call(by_value(slow)))
+    again = ShardedModelGroup.attach("llama", timeouts=Timeouts(call_s=1))
     yield "hung", say(lambda: again.call(by_value(late)))
     yield "broken", say(lambda: again.call(by_value(slow)))
     again.shutdown()
     yield "shut-down", say(lambda: again.call(by_value(slow)))
     full = Loading(verify="full")
     yield "checksum", say(lambda: ShardedModelGroup.from_checkpoint("out", world_size=1, device="cpu", loading=full))
-    with ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", timeouts=Timeouts(keep_s=0)) as group:
+    with ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu") as group:
         yield "died", say(lambda: group.call(by_value(dying)))
 
 
@@ -283,9 +282,7 @@ def test_texts_of_a_group(llama: Path) -> None:
 
     def make() -> None:
         made.append(
-            ShardedModelGroup.from_checkpoint(
-                llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19, timeouts=Timeouts(keep_s=0)
-            )
+            ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19)
         )
 
     said["started"] = say(make)

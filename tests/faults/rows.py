@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAULTS = "tests/faults"
-SUPERVISION = "tests/group/supervision/test_supervision.py"
+SUPERVISION = "tests/group/controller/test_faults.py"
 ON_RANKS = "tests/distributed/loading/test_loading.py::test_on_ranks"
 
 
@@ -33,7 +33,7 @@ ROWS = {
             f"{SUPERVISION}::test_a_rank_killed_in_a_call",
             f"{SUPERVISION}::test_a_rank_killed_while_idle",
             f"{SUPERVISION}::test_a_rank_killed_while_the_model_is_built",
-            "tests/group/cluster/test_placement.py::test_an_actor_that_died_is_reported_while_another_still_starts",
+            "tests/group/controller/test_start.py::test_an_actor_that_died_is_reported_while_another_still_starts",
         ),
     ),
     2: Row(
@@ -158,9 +158,9 @@ ROWS = {
         (
             "tests/group/test_driver.py::test_a_driver_that_is_killed_leaves_nothing",
             "tests/group/test_driver.py::test_a_stopped_job_leaves_nothing",
-            "tests/group/actors/test_owners.py::test_an_actor_that_owns_a_group",
-            "tests/group/actors/test_owners.py::test_a_task_that_owns_a_group",
-            "tests/group/actors/test_owners.py::test_an_owner_that_dies_before_its_named_group_is_loaded",
+            "tests/group/rank/test_owners.py::test_an_actor_that_owns_a_group",
+            "tests/group/rank/test_owners.py::test_a_task_that_owns_a_group",
+            "tests/group/rank/test_owners.py::test_an_owner_that_dies_before_its_named_group_is_loaded",
         ),
     ),
     20: Row(
@@ -198,8 +198,7 @@ ROWS = {
     24: Row(
         "twenty groups started at once; squatters on ports; strangers at ports",
         (
-            "tests/group/rpc/test_connections.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
-            "tests/group/supervision/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
+            "tests/group/rank/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
             f"{FAULTS}/test_many.py::test_groups_that_start_at_once_do_not_collide",
             f"{FAULTS}/test_many.py::test_groups_side_by_side",
         ),

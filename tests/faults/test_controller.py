@@ -304,7 +304,7 @@ def standing(worker_python: Path) -> Iterator[StandingCluster]:
 
 LEAVES = """
 from tests.faults.test_controller import slow_files
-group = make(name="llama", optimizer=torch.optim.SGD)
+group = make(name="llama", replace=True, optimizer=torch.optim.SGD)
 group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
 what, path = sys.argv[3:]
 if what == "save":

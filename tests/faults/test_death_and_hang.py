@@ -26,7 +26,7 @@ from raysharding import (
 )
 from raysharding.checkpoint import open_checkpoint
 from raysharding.group import GroupState
-from raysharding.group.supervision.client import Client
+from raysharding.group.calls import Client
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
 from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank

@@ -257,6 +257,54 @@ def test_an_interrupt_cancels_it_in_both_queues(pair: tuple[ShardedModelGroup, S
     assert source.copy_to(target).num_bytes, "both queues go on"
 
 
+def test_a_copy_that_is_refused_in_one_queue_holds_up_neither(
+    pair: tuple[ShardedModelGroup, ShardedModelGroup],
+) -> None:
+    """Whichever of the two controllers queues the copy; the claim is another driver's."""
+    for source, target in (pair, pair[::-1]):
+        connection = target._client.connection
+        assert connection.ask("take_claim", connection.key, "predict", "its run") is None
+        with pytest.raises(GroupError, match="copy_to is refused while predict runs"):
+            source.copy_to(target)
+        assert source.call(int) == [0] * source.world_size
+        assert target.call(int) == [0] * target.world_size
+        connection.ask("release_claim", "its run")
+        assert source.copy_to(target).num_bytes
+
+
+def controller_of(group: ShardedModelGroup) -> int:
+    """The process of a group's controller."""
+    return int(group._client.connection.where.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_controller_that_is_killed_leaves_the_other_group_ready(
+    side: str, is_queued: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
+) -> None:
+    """With the copy in both queues, and while the copy is on its way there."""
+    source, target = groups(llama, 1), groups(llama, 1)
+    lost, other = (source, target) if side == "source" else (target, source)
+    source.copy_to(target)
+    if is_queued:
+        busy = other.call.remote(time.sleep, 2.0)
+        copy = source.copy_to.remote(target)
+        os.kill(controller_of(lost), signal.SIGKILL)
+    else:
+        busy = other.call.remote(int)
+        os.kill(controller_of(lost), signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (controller_of(lost), signal.SIGKILL)).start()
+        copy = source.copy_to.remote(target)
+    with pytest.raises(GroupError):
+        copy.result(30)
+    busy.result(30)
+    assert other.call(int) == [0]
+    assert other.state is GroupState.READY
+    wait_for_state(lost, GroupState.BROKEN)
+    lost.restart()
+    assert source.copy_to(target).num_bytes
+
+
 def test_groups_that_do_not_fit_are_told_apart(
     pair: tuple[ShardedModelGroup, ShardedModelGroup], net: Path, groups: Callable[..., ShardedModelGroup]
 ) -> None:

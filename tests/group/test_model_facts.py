@@ -28,8 +28,8 @@ def test_facts_are_those_of_one_process_after_attach_and_restart(tmp_path: Path)
         return group.config.to_dict(), group.num_parameters, group.dtype
 
     options: Any = {"loading": Loading(dtype="bf16"), "sharding": Sharding(mixed_precision="float32"), "name": "facts"}
-    ShardedModelGroup.from_checkpoint(tmp_path, world_size=2, **options)
-    with ShardedModelGroup.attach("facts") as group:
+    made = ShardedModelGroup.from_checkpoint(tmp_path, world_size=2, **options)
+    with made, ShardedModelGroup.attach("facts") as group:
         assert facts(group) == expected
         group.restart(world_size=1)
         assert facts(group) == expected

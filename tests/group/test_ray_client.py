@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from tests.group.supervision.standing import ROOT, StandingCluster, standing_clu
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 BEGIN = """
-import os, signal, sys
+import os, signal, sys, time
 import ray, torch
 from torch import nn
-from raysharding import GroupError, PlacementError, ShardedModelGroup, Split, Timeouts
+from raysharding import GroupError, Out, PlacementError, ShardedModelGroup, Split, Timeouts
 from tests.forking import runtime_env
 
 def build():
@@ -46,6 +47,17 @@ try:
     group.forward(Split(rows))
 except GroupError as error:
     print(error)
+group.restart()
+assert torch.equal(group.forward(Split(rows)), before)
+large = torch.arange(100_000.0)  # crosses Ray Client by references
+assert [rank for rank, value in sorted(group.call.remote(large.add, 1.0).stream()) if value[-1] == 100_000] == [0, 1]
+assert ray.get(group.call.remote(len, large).ref(), timeout=60) == [100_000] * 2
+assert group.call(torch.sum, ray.get(list(group.call(lambda: large, out=Out.refs())))[0])[0] == large.sum()
+assert ray.get(group.state_dict.remote("0.bias").ref(), timeout=60).keys() == {"0.bias"}
+os.kill(int(group._client.connection.where.rpartition(" ")[2]), signal.SIGKILL)
+while group.state.value != "broken":
+    time.sleep(0.05)
+print("then", group.status()["cause"])
 group.restart()
 assert torch.equal(group.forward(Split(rows)), before)
 group.set_optimizer(torch.optim.SGD, lr=0.1)
@@ -83,6 +95,7 @@ def run(code: str, standing: StandingCluster, checkpoint: Path) -> str:
 def test_a_group_is_made_trained_restarted_and_attached_to(standing: StandingCluster, checkpoint: Path) -> None:
     said = run(DRIVER, standing, checkpoint)
     assert "rank 1 died" in said
+    assert re.search(r"then group 'llama': its controller \(node \S+, pid \d+\) died, and the ranks with it", said)
     assert "4 steps in" in said
     assert "infeasible: even when idle, the cluster has space for 4 ranks" in said
     attached = run(ATTACHING, standing, checkpoint)

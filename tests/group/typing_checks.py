@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, assert_type
 import torch
 
 from raysharding import Call, FitReport, LoadReport, Out, SaveReport, ShardedModelGroup
-from raysharding.group.recovery import RestartReport
+from raysharding.group.launch import RestartReport
 
 if TYPE_CHECKING:
 

@@ -198,14 +198,16 @@ class Call(Generic[T]):
         """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
         assert self._group is not None, "a call of ranks"
         index = 0
-        while not self._ended.done():
-            future = self._group.item(self.number, index)
-            concurrent.futures.wait(self._or_end(future), return_when=concurrent.futures.FIRST_COMPLETED)
-            if not future.done() or future.exception() is not None or future.result().is_last:
-                break
-            keep(future.result().sent)
-            index += 1
-        self._taken.set()
+        try:
+            while not self._ended.done():
+                future = self._group.item(self.number, index)
+                concurrent.futures.wait(self._or_end(future), return_when=concurrent.futures.FIRST_COMPLETED)
+                if not future.done() or future.exception() is not None or future.result().is_last:
+                    break
+                keep(future.result().sent)
+                index += 1
+        finally:
+            self._taken.set()
 
     def wait_taken(self) -> None:
         """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +63,7 @@ class Client:
             max_output_bytes: Largest result of one rank, in bytes.
             is_named: True if the group outlives this driver.
         """
-        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost)
+        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost, self._shortest_deadline)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
@@ -70,8 +72,10 @@ class Client:
         self.pending = PendingSaves(self.saved_bytes)
         """Saves in the background."""
         self._next_number = 0
-        self._calls: dict[Call, int] = {}
+        self._calls: dict[Call, tuple[int, float]] = {}
+        """Call → bytes of its arguments, and its deadline in seconds."""
         self._num_bytes = 0
+        self._is_closed = False
         self._changed = threading.Condition()
         self._submitting = threading.Lock()
         atexit.register(self.connection.thread.stop)
@@ -201,18 +205,25 @@ class Client:
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
-        self.connection.thread.call(
-            lambda: self.connection.has_ray() and self.connection.controller.stop.remote(reason)
-        )
+        self.connection.thread.call(partial(self._abandon, reason))
+
+    def _abandon(self, reason: str) -> None:
+        if self.connection.has_ray():
+            self.connection.controller.stop.remote(self.connection.key, reason)
 
     def tell_soon(self, line: str) -> None:
         """Write a line to stderr on another thread, for a signal handler, which must not."""
         self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
-        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent."""
+        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent.
+
+        After `detach` nothing happens: the group is that of others.
+        """
+        if self._is_closed:
+            return
         try:
-            if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
+            if self.connection.has_ray():
                 self.connection.ask(
                     "shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S
                 )
@@ -240,6 +251,7 @@ class Client:
             self._close()
 
     def _close(self) -> None:
+        self._is_closed = True
         self.connection.close()
         self._fail_calls(closed(self.name))
         atexit.unregister(self.connection.thread.stop)
@@ -272,15 +284,15 @@ class Client:
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
         with MaskedInterrupts(), self._submitting:
             self.connection.refuse_if_unusable()
-            self._send(
-                call, self.connection.controller.submit.remote(self.connection.key, self._next_number, sent), num_bytes
-            )
+            self._send(call, sent, num_bytes, deadline_s)
         return call
 
     def submit_pair(
         self, other: Client, method: str, args: tuple[Any, Any], key: str, refused_beside: Mapping[str, str]
     ) -> tuple[Call, Call]:
         """Submit a call of this group that runs together with one of another; see `controller/copy_pair.py`.
+
+        Both groups have queued their part, or refused it, when this method returns.
 
         Args:
             other: The other group.
@@ -298,30 +310,36 @@ class Client:
         with MaskedInterrupts(), first._submitting, second._submitting:
             for one in clients:
                 one._refuse()
-            number, there = first._next_number, second._next_number
+            here, there = first.connection, second.connection
             joints = (
-                Joint(key, second.connection.controller, second.name, True, second.connection.key, there),
-                Joint(key, first.connection.controller, first.name, False),
+                Joint(key, there.controller, second.name, True, there.key, second._next_number),
+                Joint(key, here.controller, first.name, False),
             )
             beside = [{}, refused_beside]
             own, its = (
                 Submission(method, parts[at], one.timeouts.call_s, joint=joint, refused_beside=beside[at])
                 for at, one, joint in zip((leader, follower), (first, second), joints, strict=True)
             )
-            refs = (
-                first.connection.controller.submit.remote(first.connection.key, number, replace(own, other=its)),
-                second.connection.controller.outcome.remote(second.connection.key, there),
+            first._send(calls[leader], replace(own, other=its), 0, first.timeouts.call_s)
+            with suppress(GroupError):  # the call raises it
+                here.ask("arrived", here.key, calls[leader].number, within_s=None)
+            unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
+            second._follow(
+                calls[follower], there.controller.outcome.remote(there.key, key, unknown), 0, second.timeouts.call_s
             )
-            for one, at, ref in ((first, leader, refs[0]), (second, follower, refs[1])):
-                one._send(calls[at], ref, 0)
         return calls[0], calls[1]
 
-    def _send(self, call: Call, ref: ray.ObjectRef, num_bytes: int) -> None:
-        """Note a call that was sent with the next number; the lock is held."""
+    def _send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
+        """Send a call with the next number; the lock is held."""
         call.number = self._next_number
         self._next_number += 1
+        key = self.connection.key
+        self._follow(call, self.connection.controller.submit.remote(key, call.number, sent), num_bytes, deadline_s)
+
+    def _follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
+        """End a call with the outcome that a reference brings."""
         with self._changed:
-            self._calls[call] = num_bytes
+            self._calls[call] = num_bytes, deadline_s
             self._num_bytes += num_bytes
         ref.future().add_done_callback(
             lambda ended: self.connection.thread.call(partial(self._on_outcome, call, ended))
@@ -369,15 +387,18 @@ class Client:
         if outcome.snapshot is not None:
             self.connection.take(outcome.snapshot)
         with self._changed:
-            num_bytes = self._calls.pop(call, None)
-            self._num_bytes -= num_bytes or 0
+            found = self._calls.pop(call, None)
+            self._num_bytes -= 0 if found is None else found[0]
             self._changed.notify_all()
-        if num_bytes is None:
+        if found is None:
             return  # it has ended with the group
         for rank, sent in enumerate(outcome.sent):
             call.rank_finished(rank, sent)
         call.follows = outcome.follows
         call.end(raised_by(outcome))
+
+    def _shortest_deadline(self) -> float:
+        return min((deadline_s for _, deadline_s in list(self._calls.values())), default=math.inf)
 
     def _fail_calls(self, error: GroupError) -> None:
         for call in list(self._calls):
@@ -397,7 +418,9 @@ class Client:
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         try:
-            found: Interrupted = self.connection.ask("interrupt", self.connection.key, source or "interrupt()")
+            found: Interrupted = self.connection.ask(
+                "interrupt", self.connection.key, source or "interrupt()", self._next_number
+            )
         except (RayshardingError, ray.exceptions.RayError):
             stopping.set_result(0)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import os
 import secrets
 import threading
@@ -30,9 +31,11 @@ from raysharding.group.messages import (
 _WATCH_S = 4.0
 _SILENT_S = 10.0
 """Silence of the controller, beyond its answer's due time, after which this driver ends it."""
+_LEAST_SILENT_S = 3.0
 _ANSWER_S = 30.0
 _KILL_S = 3.0
 _RETRY_S = 0.2
+_STALL_S = 3.0
 
 
 class Connection:
@@ -50,6 +53,7 @@ class Connection:
         name: str,
         on_snapshot: Callable[[Snapshot], None],
         on_lost: Callable[[GroupError], None],
+        shortest_deadline: Callable[[], float],
     ) -> None:
         """Begin without a connection; `attach` connects.
 
@@ -58,6 +62,7 @@ class Connection:
             name: Name of the group in errors.
             on_snapshot: Called with each new snapshot.
             on_lost: Called with the reason when the controller is lost, or Ray.
+            shortest_deadline: Returns the shortest deadline of this driver's calls in seconds, infinity without calls.
         """
         self.controller = controller
         self.name = name
@@ -71,12 +76,16 @@ class Connection:
         """Runs what this driver hears."""
         self._on_snapshot = on_snapshot
         self._on_lost = on_lost
+        self._shortest_deadline = shortest_deadline
         self._lost: GroupError | None = None
         self._session = ray_session()
         self._connected = threading.Event()
         self._connected.set()  # cleared from the loss of a controller to the connection to the next one
-        self._watching: tuple[float, concurrent.futures.Future[Any]] | None = None
+        self._due: dict[concurrent.futures.Future[Any], float] = {}
+        """Question to the controller → when its answer is late."""
         self._told = 0
+        self._checked = time.monotonic()
+        self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
     def begin_attach(self) -> ray.ObjectRef:
@@ -197,20 +206,23 @@ class Connection:
 
     def _watch(self) -> None:
         """Ask for the next snapshot, on the callback thread."""
-        if self.snapshot.state is GroupState.CLOSED or not self.has_ray():
-            return
-        future = self.controller.watch.remote(self.key, self.snapshot.version, _WATCH_S).future()
-        self._watching = time.monotonic() + _WATCH_S + _SILENT_S, future
-        future.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, ended)))
+        if self.snapshot.state is not GroupState.CLOSED and self.has_ray():
+            self._ask_for_news(self.snapshot.version, _WATCH_S, _SILENT_S)
 
-    def _on_answer(self, ended: concurrent.futures.Future[Snapshot]) -> None:
-        if self._watching is None or ended is not self._watching[1]:
+    def _ask_for_news(self, version: int, wait_s: float, patience_s: float) -> None:
+        future = self.controller.watch.remote(self.key, version, wait_s).future()
+        self._due[future] = time.monotonic() + wait_s + patience_s
+        is_watch = wait_s > 0
+        future.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, is_watch, ended)))
+
+    def _on_answer(self, is_watch: bool, ended: concurrent.futures.Future[Snapshot]) -> None:
+        if self._due.pop(ended, None) is None:
             return  # of before a reconnection
-        self._watching = None
         error = ended.exception()
         if error is None:
             self.take(ended.result())
-            self._watch()
+            if is_watch:
+                self._watch()
         elif isinstance(error, ray.exceptions.RayActorError):
             self.controller_lost(self.controller_died(error))
         else:
@@ -230,6 +242,7 @@ class Connection:
 
     def _check(self) -> None:
         """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
+        self._note_stall()
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
         lost = ", or Ray Client lost its connection to the head" if self._gcs.is_client else ""
@@ -238,18 +251,28 @@ class Connection:
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
             self.controller.detach.remote(self.key)  # which ends a group without a name; Ray would take its minute
-        elif self._watching is not None and time.monotonic() > self._watching[0]:
-            what = f"{self.name}: its controller ({self.where}) did not answer for {_SILENT_S:g} s and was ended{lost}"
-            self._watching = None
-            self.end_controller(for_good=False)
-            self.controller_lost(GroupError(what))
+        elif any(time.monotonic() > due for due in self._due.values()):
+            self._due.clear()
+            what = f"{self.name}: its controller ({self.where}) did not answer in time and was ended{lost}"
+            self.controller_lost(GroupError(what), is_silent=True)
+        elif len(self._due) == 1 and (deadline_s := self._shortest_deadline()) < math.inf:
+            # While calls run, the loss of the controller is known by their deadlines.
+            self._ask_for_news(-1, 0.0, min(_SILENT_S, max(_LEAST_SILENT_S, deadline_s / 2)))
 
-    def controller_lost(self, error: GroupError) -> None:
-        """Break the group, and connect to the controller that Ray starts in the place of the lost one."""
+    def controller_lost(self, error: GroupError, *, is_silent: bool = False) -> None:
+        """Break the group, and connect to the controller that Ray starts in the place of the lost one.
+
+        Args:
+            error: The error of calls.
+            is_silent: True if its process lives, and must be ended: Ray never notices one that a signal has stopped.
+        """
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
+        self._due.clear()
         self._connected.clear()
         self._lose(error)
+        if is_silent:
+            self.end_controller(for_good=False)
         threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
 
     def _reconnect(self, error: GroupError) -> None:
@@ -274,7 +297,21 @@ class Connection:
     def controller_died(self, error: BaseException) -> GroupError:
         """Return the error of the controller's death, from Ray's."""
         first = " ".join(str(error).split())[:600]
-        return GroupError(f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}")
+        message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
+        self._note_stall()
+        until, seconds = self._stall
+        if seconds and self._checked - until < _SILENT_S:
+            message += f"; this driver had not run for {seconds:.0f} s: did its lease (Timeouts.lease_s) run out?"
+        return GroupError(message)
+
+    def _note_stall(self) -> None:
+        """Note it if this process did not run since the last check: it was frozen, or its machine was."""
+        now = time.monotonic()
+        if now - self._checked > _STALL_S:
+            self._stall = now, now - self._checked
+            # Answers that arrived meanwhile may not have been handled.
+            self._due = dict.fromkeys(self._due, now + _SILENT_S)
+        self._checked = now
 
     def require_ray(self) -> None:
         """Raise instead of a call that would start Ray anew."""

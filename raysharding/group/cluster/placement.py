@@ -366,7 +366,6 @@ def _placement_error(
     else:
         verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
         lines += held
-        lines += _own_bundles(world_size, need)
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
     outcome = "cannot be placed" if waited_s is None else f"were not placed within {waited_s:g} s"
@@ -374,7 +373,7 @@ def _placement_error(
     return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
 
 
-def _own_bundles(world_size: int, need: Resources) -> list[str]:
+def own_bundles(world_size: int, need: Resources) -> list[str]:
     """Return a line on the placement group of a Tune trial or Serve replica, where the ranks fit into its bundles."""
     own = get_current_placement_group()
     bundles = own.bundle_specs[:world_size] if own is not None else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from raysharding.group.cluster import (
 from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
 from raysharding.group.controller.call_metrics import EXPORT_S, CallMetrics
-from raysharding.group.controller.copy_pair import CopyPair
 from raysharding.group.controller.drivers import Driver, Drivers
+from raysharding.group.controller.intake import Intake
 from raysharding.group.controller.lease import end_without_renewal
 from raysharding.group.controller.look import all_stacks
 from raysharding.group.controller.members import Ranks, start
@@ -52,9 +53,6 @@ from raysharding.group.messages import (
     Started,
     StartPlan,
     Submission,
-    closed,
-    decoded,
-    encoded,
     pack_same,
 )
 
@@ -63,6 +61,8 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
+_ATTACH_S = 8.0
+"""Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,16 @@ class GroupController:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
         delete_records_of_dead_jobs()
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
+        if is_restarted and self._record.stored is None:
+            ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
         self._files = self._record.files
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
-        self._is_open = False
+        self._is_open = self._was_attached = False
+        if self._record.stored is None:
+            timer = threading.Timer(_ATTACH_S, self._end_unattached)
+            timer.daemon = True
+            timer.start()
 
     async def attach(
         self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None
@@ -116,6 +122,7 @@ class GroupController:
             before: The key under which it was connected before it took the controller for lost.
         """
         self._open()
+        self._was_attached = True
         self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
@@ -193,69 +200,49 @@ class GroupController:
         await self._record.set_spec(spec)
 
     async def submit(self, driver: str, number: int, sent: Any) -> Any:
-        """Run a call, after those that were accepted before it; return the encoded `Outcome`.
+        """See `Intake.submit`."""
+        return await self._intake.submit(driver, number, sent)
 
-        Args:
-            driver: Its driver.
-            number: Its place among the driver's calls, from 0.
-            sent: The encoded `Submission`.
-        """
-        await self._accept(driver, number, decoded(sent))
-        return await self.outcome(driver, number)
+    async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
+        """See `Intake.submit_follower`."""
+        await self._intake.submit_follower(driver, before, submission)
 
-    async def submit_follower(self, driver: str, number: int, submission: Submission) -> None:
-        """Queue a call that begins together with one of another group, whose controller asks for it."""
-        await self._accept(driver, number, submission)
+    async def arrived(self, driver: str, number: int) -> None:
+        """See `Intake.arrived`."""
+        await self._intake.arrived(driver, number)
 
-    async def outcome(self, driver: str, number: int) -> Any:
-        """Return the encoded `Outcome` of a call, which another controller may have to queue first."""
-        await self._drivers.turn(self._drivers[driver], number + 1)
-        call = self._calls.get((driver, number))
-        if call is None:
-            return encoded(Outcome(error=closed(self._identity.title)), has_refs=False)
-        try:
-            outcome = await call.ended
-        finally:
-            self._calls.pop((driver, number), None)
-        return encoded(outcome, has_refs=any(isinstance(one, ray.ObjectRef) for one in outcome.sent))
+    async def outcome(self, driver: str, key: int | str, unknown: GroupError) -> Any:
+        """See `Intake.outcome`."""
+        return await self._intake.outcome(driver, key, unknown)
 
     async def copy_is_ready(self, key: str) -> tuple[bool, str]:
-        """Wait until both calls of a pair are at the head of their queues; return if they begin, or why not."""
-        pair = self._pairs.get(key)
-        if pair is None:
-            return False, "the copy was withdrawn"
-        return await pair.other_is_ready(), pair.why
+        """See `Intake.copy_is_ready`."""
+        return await self._intake.copy_is_ready(key)
 
     async def copy_ended(self, key: str) -> str:
-        """Wait for the end of a follower's call; return its error, for a leader that has not begun."""
-        call = next((one for one in self._calls.values() if one.pair is not None and one.pair.joint.key == key), None)
-        if call is None:
-            return "it is not queued"
-        error = (await call.ended).error
-        return "" if error is None else error.message
+        """See `Intake.copy_ended`."""
+        return await self._intake.copy_ended(key)
 
     async def item(self, driver: str, number: int, index: int) -> Item:
-        """Wait for one part of a call's result; see `RunningCall.item`."""
-        call = self._calls.get((driver, number))
-        while call is not None and call.running is None and not call.ended.done():
-            await asyncio.wait([call.ended, start(self._began.wait())], return_when=asyncio.FIRST_COMPLETED)
-        return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
+        """See `Intake.item`."""
+        return await self._intake.item(driver, number, index)
 
     async def progress(self, driver: str, number: int) -> tuple[int, int]:
-        """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
-        call = self._calls.get((driver, number))
-        return (0, 0) if call is None or call.running is None else call.running.progress
+        """See `Intake.progress`."""
+        return self._intake.progress(driver, number)
 
-    async def interrupt(self, driver: str, source: str) -> Interrupted:
+    async def interrupt(self, driver: str, source: str, before: int) -> Interrupted:
         """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
 
         Args:
             driver: The driver.
             source: What interrupts, for the error.
+            before: Number of the calls that the driver had submitted.
         """
         known = self._drivers[driver]
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
             self._break(GroupError(f"{self._identity.title} was stopped by {source} ({self._doing()})"))
+        await self._drivers.turn(known, before)
         what = f"{source} cancelled the call before any rank of {self._identity.title} began it"
         num_cancelled = self._queue.cancel(Outcome(error=CallCancelledError(what)), known)
         current = self._queue.current
@@ -264,10 +251,11 @@ class GroupController:
         left_s = max(0.0, current.running.deadline - time.monotonic())
         return Interrupted(num_cancelled, current.submission.method, left_s)
 
-    async def stop(self, reason: str) -> None:
-        """Stop the ranks, also in a call: the group is BROKEN."""
+    async def stop(self, driver: str, reason: str) -> None:
+        """Stop the ranks, also in a call: the group is BROKEN, and its other drivers are told by whom."""
         if self._status.is_usable:
-            self._break(GroupError(f"{self._identity.title} was stopped by {reason} ({self._doing()})"))
+            what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
+            self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
     async def begin_restart(self, driver: str) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
@@ -357,65 +345,19 @@ class GroupController:
         self._drivers = Drivers(title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(title)
-        self._calls: dict[tuple[str, int], QueuedCall] = {}
-        self._pairs: dict[str, CopyPair] = {}
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = 0
         self._num_notes = 0
         self._resets_next = False
-        self._changed, self._began = asyncio.Event(), asyncio.Event()
-        self._accepting = asyncio.Lock()
+        self._changed = asyncio.Event()
         self._queue = CallQueue(self._run)
+        self._intake = Intake(title, self._drivers, self._status, self._queue)
         if self._record.stored is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{title}: its controller died, and the ranks with it"))
         start(self._export())
         if self._identity.lease_s is not None:
             start(end_without_renewal(self._identity.lease_s, self._drivers, title, self._on_expired))
-
-    async def _accept(self, driver: str, number: int, submission: Submission) -> QueuedCall:
-        """Queue a call when those before it have arrived; a call that is refused has ended."""
-        known = self._drivers[driver]
-        is_known = await self._drivers.turn(known, number)
-        call = QueuedCall(known, submission)
-        if not is_known:
-            call.end(Outcome(error=GroupError("the driver has detached")))
-            return call
-        try:
-            async with self._accepting:
-                self._calls[driver, number] = call
-                await self._queue_call(call)
-        finally:
-            self._drivers.arrived(known)
-        return call
-
-    async def _queue_call(self, call: QueuedCall) -> None:
-        submission = call.submission
-        refused = self._refusal(call.driver, submission)
-        if refused is not None:
-            call.end(Outcome(error=refused))
-            return
-        joint = submission.joint
-        if joint is not None:
-            call.pair = self._pairs[joint.key] = CopyPair(joint)
-            call.ended.add_done_callback(lambda _: self._pairs.pop(joint.key, None))
-            if joint.is_leader:
-                assert submission.other is not None, "the leader queues both parts"
-                try:
-                    await joint.other.submit_follower.remote(joint.driver, joint.number, submission.other)
-                except ray.exceptions.RayError as error:
-                    call.pair.withdraw(str(error).partition("\n")[0])
-                call.pair.watch(joint.other.copy_ended.remote(joint.key))
-        if submission.opens_claim is not None and self._drivers.claim is None:
-            call.opened = submission.opens_claim[1]
-            self._drivers.take_claim(call.driver, *submission.opens_claim)
-        self._queue.add(call)
-
-    def _refusal(self, driver: Driver, submission: Submission) -> GroupError | None:
-        refused = self._status.refusal(driver.key)
-        if refused is not None:
-            return refused
-        return self._drivers.refusal(driver, submission.method, submission.refused_beside)
 
     async def _run(self, call: QueuedCall) -> None:
         """Run a call on the ranks, and end it. The queue calls it for one call after the other."""
@@ -442,7 +384,7 @@ class GroupController:
         options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
         call.running = RunningCall(submission, ranks, *options)
         self._resets_next = False
-        self._wake_began()
+        call.began.set()
         verdict = await call.running.run()
         self._num_commands = call.running.number
         if call.ended.done() or verdict.outcome.error is not None:
@@ -531,7 +473,13 @@ class GroupController:
         await asyncio.sleep(_EXIT_S)
         killing = start(asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor))
         await asyncio.wait([killing], timeout=_END_S)
+        await asyncio.sleep(_EXIT_S)  # Ray would report as unexpected an end before that by its own kill
         os._exit(1)  # without its GCS Ray kills nothing
+
+    def _end_unattached(self) -> None:
+        """End this actor on a thread if its driver died before it attached: nobody knows a detached actor then."""
+        if not self._was_attached:
+            ray.kill(ray.get_runtime_context().current_actor)
 
     async def _on_expired(self, why: str) -> None:
         self._note(why)
@@ -551,10 +499,6 @@ class GroupController:
         self._num_notes += 1
         self._notes = [*self._notes[1 - _NUM_NOTES :], (self._num_notes, line)]
         self._bump()
-
-    def _wake_began(self) -> None:
-        self._began.set()
-        self._began = asyncio.Event()
 
     def _bump(self) -> None:
         """Tell the drivers that something has changed."""

@@ -32,6 +32,8 @@ class QueuedCall:
     """Key of the claim that began with this call."""
     running: RunningCall | None = None
     """The call on its way through the ranks; `None` before."""
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the ranks begin it."""
     ended: asyncio.Future[Outcome] = field(default_factory=_future)
     """Ends with the call."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from raysharding.errors import GroupError, RankFailure
+from raysharding.errors import CallTimeoutError, GroupError, RankFailure
 from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.controller import failures
 from raysharding.group.controller.look import look_at
@@ -78,7 +78,7 @@ class RunningCall:
         self._changes: dict[int, StateChange] = {}
         self._sent: dict[int, Sent] = {}
         self._moved: dict[int, tuple[str, int]] = {}
-        self._more = self._is_late = self._keeps_adapters = False
+        self._more = self._is_late = self._keeps_adapters = self._is_given_up = False
         self._arrived = ""
         self._items: list[Item] = []
         self._num_taken = 0
@@ -91,8 +91,7 @@ class RunningCall:
         polling = start(self._poll()) if self.submission.watch_progress else None
         try:
             await self._step(self.submission.method)
-            while self._more and not self._seen:
-                await self._handed_on()
+            while self._more and not self._seen and await self._handed_on():
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
         finally:
             if polling is not None:
@@ -125,11 +124,21 @@ class RunningCall:
         if self._changed is changed and not self.is_over:
             self._changed = asyncio.Event()
 
-    async def _handed_on(self) -> None:
-        """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store."""
+    async def _handed_on(self) -> bool:
+        """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
+
+        Returns:
+            True if the next step can begin; False if a rank died, or the driver does not take the value in time.
+        """
+        until = time.monotonic() + self.submission.deadline_s
         while self.submission.hands_on_steps and self._num_taken < len(self._items) and not self._seen:
-            await self._wait_changed()
+            try:
+                await asyncio.wait_for(self._wait_changed(), until - time.monotonic())
+            except TimeoutError:
+                self._is_given_up = True  # a frozen driver holds up the calls of the others no longer
+                return False
         self.deadline = time.monotonic() + self.submission.deadline_s
+        return not self._seen
 
     def _commands(self, method: str) -> list[tuple[Command, list[ray.ObjectRef]]]:
         """Return each rank's command, and the references of its large arguments."""
@@ -296,6 +305,11 @@ class RunningCall:
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""
         world_size = len(self.ranks)
+        if self._is_given_up:
+            what = (
+                f"{self.submission.method} on {self.name}: its driver did not take the next part of the result within"
+            )
+            return Verdict(Outcome(error=CallTimeoutError(f"{what} {self.submission.deadline_s:g} s")))
         if not self._seen:
             sent = tuple(self._sent.get(rank) for rank in range(world_size))
             return Verdict(Outcome(sent), keeps_adapters=self._keeps_adapters)

@@ -19,6 +19,7 @@ from raysharding.group.cluster import (
     cluster_cpus,
     cluster_gpus,
     connect,
+    own_bundles,
     own_node_id,
     rank_need,
     warn,
@@ -137,7 +138,7 @@ def _start(
     device_type, world_size = choose_ranks(
         spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
     )
-    access = spec.hub_access()
+    access, need = spec.hub_access(), rank_need(device_type, spec.placement)
     plan = StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
@@ -150,7 +151,7 @@ def _start(
         paths=tuple(file.path for file in opened.base.files),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
-        held=own_groups(),
+        held=(*own_groups(), *own_bundles(world_size, need)),
         tells=spec.progress is not False,
     )
     starting = client.connection.begin("start_ranks", client.connection.key, plan)
@@ -160,7 +161,7 @@ def _start(
         client.connection.attach(attaching, within_s=spec.timeouts.start_s)
     started: Started = client.connection.finish(starting, within_s=None)
     client.connection.refresh()
-    note_own_group(client, spec, rank_need(device_type, spec.placement))
+    note_own_group(client, spec, need)
     return started
 
 

@@ -83,8 +83,8 @@ class Joint:
     """True if this group's controller has the smaller id, and so queues the pair."""
     driver: str = ""
     """The driver's key at the other group; for the leader."""
-    number: int = 0
-    """Number of the other part among that driver's calls; for the leader."""
+    before: int = 0
+    """Number of that driver's calls at the other group which come before the pair; for the leader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from raysharding import ShardedModelGroup
+from raysharding import CallCancelledError, ShardedModelGroup
 from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,6 +55,16 @@ def test_500_calls_of_mixed_sizes_run_in_the_order_of_their_submission(group: Sh
     assert group.call(noted) == [list(range(NUM_CALLS))] * 2
 
 
+def test_a_part_of_a_result_that_is_asked_for_before_its_call_arrives_is_waited_for(group: ShardedModelGroup) -> None:
+    """Else `state_dict` takes the call for ended, and the ranks wait forever for somebody to take the first bucket."""
+    client = group._client
+    part = client.item(client._next_number, 0)
+    time.sleep(0.5)
+    call = group.call.remote(int)
+    assert not part.result(timeout=20.0).is_last
+    assert call.result() == [0, 0]
+
+
 def test_an_argument_that_is_still_being_made_lets_no_later_call_pass(group: ShardedModelGroup) -> None:
     @ray.remote(num_cpus=0)
     def make() -> Any:
@@ -69,6 +80,27 @@ def test_an_argument_that_is_still_being_made_lets_no_later_call_pass(group: Sha
     calls = [group.call.remote(note, number, pending if number in (3, 7) else None) for number in range(20)]
     assert [call.result(60)[1] for call in calls] == [(n, LARGE if n in (3, 7) else 0.0) for n in range(20)]
     assert group.call(noted) == [list(range(20))] * 2
+
+
+def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup) -> None:
+    """Ray may bring the question before the call."""
+    client = group._client
+    number = client._next_number
+    busy = group.call.remote(time.sleep, 1.0)
+    item = client.item(number + 1, 0)
+    interrupted = client.connection.begin("interrupt", client.connection.key, "the test", number + 3)
+    time.sleep(0.3)
+    first, second = group.call.remote(note, 0), group.call.remote(note, 1)
+    for call in (first, second):
+        with pytest.raises(CallCancelledError, match="the test cancelled the call"):
+            call.result(30)
+    assert ray.get(interrupted, timeout=30).num_cancelled == 2
+    assert item.result(30).is_last
+    busy.result(30)
+    item = client.item(number + 3, 1)
+    time.sleep(0.3)
+    assert group.call(note, 2) == [(2, 0.0)] * 2
+    assert not item.result(30).is_last
 
 
 @pytest.fixture(scope="module")

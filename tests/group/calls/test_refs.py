@@ -112,6 +112,25 @@ def test_a_reference_outlives_its_group(checkpoint: Path) -> None:
     assert [one.shape for one in ray.get(ref)] == [(100_000,)]
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_what_nobody_has_fetched_ends_with_the_group_in_an_error(checkpoint: Path) -> None:
+    with make_group(checkpoint, world_size=1) as group:
+        (ref,) = group.call(torch.zeros, 100_000, out=Out.refs())
+        call = group.call.remote(torch.zeros, 100_000)
+        call.wait(60)
+    until = now() + 30
+    lost = False
+    while not lost and now() < until:  # Ray notices the end of the owner a little later
+        try:
+            ray.get(ref, timeout=20)
+        except ray.exceptions.ObjectLostError:
+            lost = True
+        time.sleep(0.1)
+    assert lost
+    with pytest.raises(GroupError, match="the result of call on rank 0 is lost"):
+        call.result()
+
+
 @pytest.mark.usefixtures("cluster")
 def test_what_cannot_be_pickled_is_told_by_the_reference() -> None:
     def fail() -> None:

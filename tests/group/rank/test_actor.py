@@ -13,7 +13,17 @@ import ray
 import torch
 
 from raysharding.batch import Out, RankBatch
-from raysharding.group.messages import COMMAND_BYTES, RESULT_BYTES, Command, Packed, Response, pack, pack_same
+from raysharding.group.messages import (
+    COMMAND_BYTES,
+    RESULT_BYTES,
+    Command,
+    Packed,
+    Response,
+    decoded,
+    encoded,
+    pack,
+    pack_same,
+)
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, RankActor, Title
 from raysharding.group.ranks import RankInfo
 
@@ -27,8 +37,8 @@ def call(fn: Callable[..., Any], *args: Any) -> Command:
 
 
 def run(actor: Any, command: Command) -> tuple[Response, Any]:
-    response, stored = actor.run.remote(command)
-    return ray.get(response, timeout=30.0), stored
+    response, stored = actor.run.remote(encoded(command, has_refs=False))
+    return decoded(ray.get(response, timeout=30.0)), stored
 
 
 def value(answer: tuple[Response, Any]) -> Any:
@@ -142,7 +152,7 @@ def test_commands_run_on_one_thread_and_in_order(actor: Any) -> None:
         return threading.get_ident(), number
 
     refs = [actor.run.remote(call(note, number))[0] for number in range(50)]
-    found = [response.value.unpack() for response in ray.get(refs, timeout=30.0)]
+    found = [decoded(sent).value.unpack() for sent in ray.get(refs, timeout=30.0)]
     assert [number for _, number in found] == list(range(50))
     assert len({thread for thread, _ in found}) == 1
 
@@ -155,7 +165,7 @@ def test_control_answers_while_a_command_runs_and_shows_its_stack(actor: Any) ->
     assert ray.wait([running], timeout=0)[0] == []
     assert stacks.text.startswith("work thread:")
     assert not stacks.in_collective
-    assert ray.get(running, timeout=30.0).error is None
+    assert decoded(ray.get(running, timeout=30.0)).error is None
 
 
 def test_the_stores_address_travels_packed(actor: Any) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from raysharding import GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
-from raysharding.group.supervision.teardown import _close_all
 from tests.group.conftest import make_group
 
 ROWS = torch.ones(3, 8)
@@ -61,7 +60,8 @@ def test_a_group_in_a_forked_child(group: ShardedModelGroup, checkpoint: Path) -
         "from_checkpoint": lambda: make_group(checkpoint),
         "plan": lambda: ShardedModelGroup.plan(checkpoint, world_size=2, device="cpu"),
     }
-    silent: dict[str, Callable[[], Any]] = {"collected": group._finalizer, "exits": _close_all}
+    client = group._client
+    silent: dict[str, Callable[[], Any]] = {"collected": client.dropped_soon, "exits": client.connection.thread.stop}
     heard, told = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=ask_all, args=(asked | silent, told), daemon=True)
     child.start()

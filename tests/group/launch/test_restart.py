@@ -1,7 +1,8 @@
-"""`restart`: around the shards that the ranks hold where nothing is lost, from files where something is."""
+"""`restart`: new processes, which load the group's newest files."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import (
@@ -22,7 +22,6 @@ from raysharding import (
     CheckpointError,
     GroupBrokenError,
     GroupError,
-    PerRank,
     ShardedModelGroup,
     Sharding,
     Split,
@@ -96,14 +95,18 @@ def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicate_size", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: nn.Module, replicate_size: int) -> None:
+def test_a_rank_that_fails_alone_breaks_the_group_until_a_restart(
+    checkpoint: Path, reference: nn.Module, replicate_size: int, tmp_path: Path
+) -> None:
+    """New processes go on from the newest save, with the optimizer's state; handles stay usable."""
     sharding, size = Sharding(replicate_size=replicate_size), 3 if replicate_size == 1 else 2
-    one = OneProcess(reference)
     options: dict[str, Any] = {"timeouts": QUICK, "sharding": sharding, "optimizer": ADAM}
     with make_group(checkpoint, world_size=size, **options) as group:
-        handle, pids = group.forward, [rank.pid for rank in group.ranks]
-        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        handle = group.forward
+        train(group)
+        group.save(tmp_path / "saved")
         for fault in ("raise in loss", "raise in backward"):
+            pids = {rank.pid for rank in group.ranks}
             with pytest.raises(GroupError, match="rank 1 raised") as caught:
                 train(group, fault)
             assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
@@ -113,72 +116,17 @@ def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: n
             with pytest.raises(GroupBrokenError, match=r"group\.restart\(\) makes it whole"):
                 handle(Split(BATCH))
             report = group.restart()
-            assert (report.how, report.checkpoint, report.world_size) == ("in place", None, size)
+            assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), size)
             assert group.state.value == "ready"
-            assert [rank.pid for rank in group.ranks] == pids
+            assert pids.isdisjoint(rank.pid for rank in group.ranks)
+            one = OneProcess(reference)
+            one.train()
             assert train(group) == pytest.approx(one.train(), abs=1e-6)
-        assert_same(group, one)
-        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
+            assert_same(group, one)
+            torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
 
 
-def make_blocks() -> Callable[[], nn.Module]:
-    """Return a callable whose module has FSDP groups inside the root; the last one can be told to fail on rank 1."""
-
-    def build() -> nn.Module:
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(8, 8)
-                self.fails = False
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                if self.fails and dist.get_rank() == 1:
-                    raise RuntimeError("rank 1 alone")
-                return x + torch.tanh(self.linear(x))
-
-        class Blocks(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList([Block(), Block()])
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for layer in self.layers:
-                    x = layer(x)
-                return x
-
-        return Blocks()
-
-    return build
-
-
-@pytest.mark.full
-def test_groups_inside_the_root_go_on_where_they_were_cut(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    save_file(make_blocks()().state_dict(), tmp_path / "model.safetensors")
-
-    def set_failing(fails: bool) -> None:
-        from raysharding import current_worker
-
-        current_worker().module.layers[1].fails = fails  # type: ignore[index,union-attr]
-
-    options: dict[str, Any] = {"model": make_blocks(), "timeouts": QUICK, "optimizer": ADAM}
-    with make_group(tmp_path / "model.safetensors", **options) as group:
-        before = [train(group) for _ in range(2)]
-        group.call(set_failing, True)
-        with pytest.raises(GroupError, match="rank 1 raised"):
-            train(group)
-        assert group.restart().how == "in place"
-        group.call(set_failing, False)
-        after = [train(group) for _ in range(2)]
-    with make_group(tmp_path / "model.safetensors", **options) as group:
-        assert [train(group) for _ in range(4)] == pytest.approx([*before, *after], abs=1e-6)
-
-
-def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, reference: nn.Module) -> None:
+def test_ranks_that_wait_for_each_other_are_named(checkpoint: Path, reference: nn.Module) -> None:
     def miss_each_other() -> None:
         import torch
         import torch.distributed as dist
@@ -195,11 +143,11 @@ def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, re
         assert now() - begun < 1.5 + 2.0
         assert sorted(caught.value.failures) == [0, 1]
         assert all("miss_each_other" in failure.traceback for failure in caught.value.failures.values())
-        assert group.restart().how == "in place"
+        group.restart()
         torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
 
 
-def test_the_reason_for_a_reload_names_the_rank_that_hung_first(checkpoint: Path) -> None:
+def test_the_reason_for_a_restart_names_the_rank_that_hung_first(checkpoint: Path) -> None:
     def late() -> None:
         import time
 
@@ -226,16 +174,15 @@ def test_a_death_loads_the_last_save(checkpoint: Path, reference: nn.Module, tmp
             train(group, "die in backward")
         assert caught.value.primary is not None
         report = group.restart()
-        assert (report.how, report.checkpoint, report.world_size) == ("reloaded", str(tmp_path / "saved"), 3)
+        assert (report.checkpoint, report.world_size) == (str(tmp_path / "saved"), 3)
         assert "rank 1" in report.why
-        assert "its shards went with it" in report.why
         assert_same(group, one)
         # With the optimizer's state: the next step is the undisturbed one.
         assert train(group) == pytest.approx(one.train(), abs=1e-6)
         assert_same(group, one)
         torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
         report = group.restart(world_size=2)
-        assert (report.how, report.world_size, group.world_size) == ("reloaded", 2, 2)
+        assert (report.world_size, group.world_size) == (2, 2)
         assert len(rank_processes()) >= 2
 
 
@@ -262,8 +209,7 @@ def test_weights_changed_in_part_are_loaded_again(checkpoint: Path, reference: n
                 group.call(half, others)
             assert group.state is GroupState.BROKEN, "the ranks hold parts of two models"
             report = group.restart()
-            assert (report.how, report.checkpoint) == ("reloaded", str(checkpoint))
-            assert "changed in part" in report.why
+            assert report.checkpoint == str(checkpoint)
             torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
 
 
@@ -279,28 +225,67 @@ def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="saved"):
             group.restart()
         assert group.state is GroupState.BROKEN
-        assert group.restart(str(checkpoint)).how == "reloaded"
+        assert group.restart(str(checkpoint)).checkpoint == str(checkpoint)
         assert group.call(lambda: 1) == [1, 1]
     with pytest.raises(GroupBrokenError, match="is shut down"):
         group.restart()
 
 
-@pytest.mark.full
-def test_ranks_are_kept_for_a_while_only(checkpoint: Path) -> None:
-    def alone(what: str) -> None:
+def test_another_learning_rate_on_some_ranks_is_another_model(checkpoint: Path) -> None:
+    """Of those that a schedule has changed, on all ranks but one."""
+
+    def slow_down(failing: int) -> None:
         import torch.distributed as dist
 
-        if what == "raise":
-            raise RuntimeError("alone")
-        dist.barrier()  # rank 1 never comes: the test is about just that
+        from raysharding import current_worker
 
-    with make_group(checkpoint, timeouts=Timeouts(drain_s=0.5, keep_s=1.0)) as group:
-        pids = {rank.pid for rank in group.ranks}
+        if dist.get_rank() == failing:
+            raise ValueError("bad data on this rank")
+        optimizer = current_worker().optimizer
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+
+    def raise_on(failing: int) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == failing:
+            raise ValueError("bad data on this rank")
+
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
         with pytest.raises(GroupError, match="rank 1 raised"):
-            group.call(alone, PerRank(["wait", "raise"]))
-        assert pids <= rank_processes()
-        until = now() + 1.0 + 5.0
-        while pids & rank_processes():
-            assert now() < until
-            time.sleep(0.05)
-        assert group.restart().how == "reloaded"
+            group.call(raise_on, 1)
+        assert group.state is GroupState.READY, "nothing was changed"
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(slow_down, 1)
+        assert group.state.value == "broken"
+        group.restart()
+        assert group.call(int) == [0, 0]
+
+
+def test_what_broke_the_group_is_told_also_after_a_restart_that_failed(checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(checkpoint, tmp_path / "model.safetensors"))
+    with make_group(path, timeouts=QUICK) as group:
+        os.remove(path)
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 1 died"):
+            group.call(time.sleep, 5.0)
+        with pytest.raises(CheckpointError) as caught:
+            group.restart()
+        assert "rank 1" in str(caught.value.__notes__)
+        with pytest.raises(GroupBrokenError, match="rank 1 died") as broken:
+            group.call(int)
+        assert broken.value.primary is not None
+        assert broken.value.primary.rank == 1
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.5, 1.5])
+def test_a_group_that_is_shut_down_while_it_restarts_stays_shut(checkpoint: Path, when_s: float) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(drain_s=1.0))
+    restarting = group.restart.remote(checkpoint=str(checkpoint))
+    time.sleep(when_s)
+    group.shutdown()
+    with contextlib.suppress(GroupError):  # unless it was done before
+        restarting.result(timeout_s=60.0)
+    assert group.state is GroupState.CLOSED

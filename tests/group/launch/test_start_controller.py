@@ -7,19 +7,17 @@ import signal
 import threading
 import time
 import warnings
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
-from raysharding import GroupBrokenError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
+from raysharding import GroupBrokenError, GroupError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import open_checkpoint
-from raysharding.group.cluster import NAMESPACE, actor_name, actor_names
 from tests.clock import now
 from tests.conftest import make_mlp
+from tests.controllers import controller_pids, new_controller
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -70,54 +68,44 @@ def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dies", ["no rank", "rank 0", "rank 0 when found", "rank 0 when found, rank 1 when listed"])
-def test_replace_takes_over_what_another_driver_left(
-    checkpoint: Path, dies: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dies", ["nobody", "rank", "controller"])
+def test_replace_ends_what_another_driver_left(checkpoint: Path, dies: str) -> None:
+    before = controller_pids()
     first = make_group(checkpoint, name="left")
-    pids = [one.pid for one in first.ranks]
-    first._supervisor.detach()  # what the end of a program does
-    module = import_module("raysharding.group.recovery.attach")
-
-    def losing(rank: int, function: Any) -> Any:
-        """Let a rank die once the function has returned."""
-
-        def wrapped(name: str) -> Any:
-            found = function(name)
-            os.kill(pids[rank], signal.SIGKILL)
-            until = now() + 20
-            while actor_name(name, rank) in actor_names(name):
-                assert now() < until
-                time.sleep(0.05)
-            if rank == 0 and "rank 1" in dies:
-                monkeypatch.setattr(module, "actor_names", losing(1, actor_names))
-            return found
-
-        return wrapped
-
-    if dies == "rank 0":
-        os.kill(pids[0], signal.SIGKILL)
-    elif dies != "no rank":
-        monkeypatch.setattr(module, "_find", losing(0, module._find))
+    pids = {one.pid for one in first.ranks}
+    victims = {"nobody": [], "rank": [first.ranks[0].pid], "controller": [new_controller(before)]}
+    first._client.detach()  # what the end of a program does
+    for pid in victims[dies]:
+        os.kill(pid, signal.SIGKILL)
     with make_group(checkpoint, name="left", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
         assert {one.pid for one in group.ranks}.isdisjoint(pids)
 
 
-def test_replace_waits_for_a_group_that_its_driver_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("raysharding.group.recovery.claim_name")
-    monkeypatch.setattr(module, "_GONE_S", 1.0)
+def test_replace_ends_a_group_that_is_being_made(checkpoint: Path, tmp_path: Path) -> None:
+    began = tmp_path / "builds"
 
-    class Making:
-        """Never starts, as an actor of a group that is being made."""
+    def build() -> Any:
+        began.touch()
+        time.sleep(1000)
 
-    options: Any = {"name": actor_name("ending", 0), "namespace": NAMESPACE, "lifetime": "detached"}
-    making: Any = ray.remote(num_cpus=1000)(Making)
-    made = making.options(**options).remote()
+    errors: list[GroupError] = []
+
+    def make_first() -> None:
+        with pytest.raises(GroupError) as caught:
+            make_group(checkpoint, model=build, name="again")
+        errors.append(caught.value)
+
+    making = threading.Thread(target=make_first)
+    making.start()
+    until = now() + 60.0
+    while not began.exists():
+        assert now() < until
+        time.sleep(0.01)
     with pytest.raises(ValueError, match="driver is still making it"):
-        module.claim_name("ending", replace=True)
-    monkeypatch.setattr(module, "_GONE_S", 30.0)
-    ending = threading.Timer(0.5, ray.kill, [made])
-    ending.start()
-    module.claim_name("ending", replace=True)
-    ending.join()
+        ShardedModelGroup.attach("again")
+    with make_group(checkpoint, name="again", replace=True) as group:
+        assert group.forward(Split(ROWS)).shape == (3, 4)
+        making.join(30.0)
+        assert "shut down" in str(errors[0])
+        assert group.forward(Split(ROWS)).shape == (3, 4), "what the first driver undoes is its own"

@@ -1,4 +1,4 @@
-"""Which failure is named first, whatever the order in which failures reach the driver."""
+"""Which failure is named first, whatever the order in which failures reach the controller."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import pytest
 import torch.distributed as dist
 
 from raysharding import CallTimeoutError, PlanError, RendezvousError
+from raysharding.errors import GroupError, RayshardingError
 from raysharding.group import RankInfo
-from raysharding.group.rpc.messages import RemoteError, Stacks, is_connection_error, record_exception
-from raysharding.group.supervision.failures import (
+from raysharding.group.calls.outcomes import raised_by
+from raysharding.group.controller.failures import (
     Observed,
     all_alike,
     all_recovered,
+    failed,
     judge,
     output_only,
     saw_death,
     saw_hang,
     saw_raise,
     saw_stop,
-    twin,
-    typed_error,
 )
+from raysharding.group.messages import RemoteError, Stacks, twin
+from raysharding.group.messages.remote_error import is_connection_error, record_exception
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 
@@ -33,6 +35,11 @@ def info(rank: int) -> RankInfo:
 
 def raised(error: Exception) -> RemoteError:
     return record_exception(error, stage="run", phase="call", tensor=None, recovered=True)
+
+
+def typed_error(seen: list[Observed], error: GroupError, world_size: int) -> RayshardingError | None:
+    """What the caller gets."""
+    return raised_by(failed(seen, error, world_size))
 
 
 def test_a_lost_connection_that_arrives_first_is_not_the_cause() -> None:

@@ -109,6 +109,7 @@ def test_a_rank_killed_while_idle(checkpoint: Path, number: int) -> None:
         group.call(lambda: 1)
     assert caught.value.primary is not None
     assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (0, "died", "idle")
+    group.shutdown()
 
 
 def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> None:
@@ -187,6 +188,7 @@ def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     assert error.failures[0].kind == "hung"
     assert "waits in a collective" in error.failures[0].message
     assert_broken(group, error)
+    group.shutdown()
 
 
 def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
@@ -198,6 +200,7 @@ def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
     assert (error.primary.rank, error.primary.kind) == (1, "hung")
     assert "answers no questions; its process is stopped by a signal" in error.primary.message
     assert sorted(error.failures) == [1]
+    group.shutdown()
 
 
 @pytest.mark.full
@@ -214,6 +217,7 @@ def test_a_thread_that_holds_the_gil_is_shown(checkpoint: Path) -> None:
     assert (error.primary.rank, error.primary.kind) == (0, "hung")
     assert "answers no questions; its process runs: a thread may hold the GIL" in error.primary.message
     assert "in hold" in error.primary.traceback
+    group.shutdown()
 
 
 def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:

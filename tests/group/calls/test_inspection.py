@@ -15,7 +15,6 @@ import pytest
 from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
 from tests.clock import now
 from tests.docs.blocks import blocks_of
-from tests.group.cluster.test_head import wait_until
 from tests.group.conftest import make_group
 from tests.group.supervision.standing import ROOT
 
@@ -43,10 +42,18 @@ def hold_the_gil(seconds: int, began: Path) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
+def wait_for_ranks(began: Path) -> None:
+    """Wait until both ranks have made their files, and have gone from there into the sleep."""
+    until = now() + 20
+    while len(list(began.iterdir())) < 2:
+        assert now() < until
+        time.sleep(0.02)
+    time.sleep(0.2)
+
+
 def test_of_ranks_that_work(group: ShardedModelGroup, tmp_path: Path) -> None:
     call = group.call.remote(print_and_sleep, 3.0, tmp_path)
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
-    time.sleep(0.2)  # from there into the sleep
+    wait_for_ranks(tmp_path)
     begun = now()
     stacks, log = group.stacks(), group.logs(1, num_lines=5)
     assert now() - begun < 1.0
@@ -64,8 +71,7 @@ def test_of_ranks_that_work(group: ShardedModelGroup, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup, tmp_path: Path) -> None:
     call = group.call.remote(hold_the_gil, 4, tmp_path)
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
-    time.sleep(0.2)  # from there into the sleep
+    wait_for_ranks(tmp_path)
     begun = now()
     stacks = group.stacks()
     assert now() - begun < 2.2
@@ -126,7 +132,7 @@ from ray.cluster_utils import Cluster
 from raysharding import Placement, ShardedModelGroup
 from tests.group.conftest import make_mlp
 from tests.forking import runtime_env
-from tests.group.supervision.test_inspection import print_and_sleep
+from tests.group.calls.test_inspection import print_and_sleep
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 second = cluster.add_node(num_cpus=1)
