@@ -207,8 +207,8 @@ def check_too_few_gpus(path: Path) -> None:
     begun = time.monotonic()
     cures = r'infeasible: even when idle, the cluster has space for 4 ranks; use fewer, .*; with device="cpu"'
     with pytest.raises(PlacementError, match=cures) as refused:
-        group_of(path, world_size=5, timeouts=Timeouts(place_s=5))
-    assert time.monotonic() - begun < 1
+        group_of(path, world_size=5, timeouts=Timeouts(place_s=30))
+    assert time.monotonic() - begun < 30, "not waited for"
     assert refused.value.need == {"CPU": 1.0, "GPU": 1.0}
     assert [node["GPU"] for node in refused.value.have.values()] == [4.0]
     squatter = placement_group([{"GPU": 1}])
