@@ -53,6 +53,7 @@ from raysharding.group.messages import (
     Started,
     StartPlan,
     Submission,
+    closed,
     pack_same,
 )
 
@@ -154,7 +155,9 @@ class GroupController:
 
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
-        self._open()  # it may arrive before `attach`
+        self._open()  # it may arrive before `attach`, or after a `shutdown` that was sent later
+        if self._status.state is GroupState.CLOSED:
+            raise closed(self._identity.title)
         self._status.begin(driver)
         self._bump()
         loop = asyncio.get_running_loop()
