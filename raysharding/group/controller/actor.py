@@ -171,7 +171,7 @@ class GroupController:
         starting = self._starting = asyncio.current_task()
         reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell, is_wanted)
         try:
-            members, started = await start_ranks(plan, reservation)
+            members, started = await start_ranks(plan, reservation, is_wanted)
         except BaseException:
             if reservation is not None:
                 await asyncio.to_thread(reservation.release)

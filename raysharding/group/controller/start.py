@@ -19,6 +19,7 @@ from raysharding.group.messages import Started, StartPlan
 from raysharding.group.ranks import RankInfo
 
 _PID = re.compile(r"\bpid: (\d+)")
+_LOOK_S = 1.0
 
 
 def reserve_for(
@@ -48,15 +49,18 @@ def reserve_for(
     return reservation
 
 
-async def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple[list[Member], Started]:
+async def start_ranks(
+    plan: StartPlan, reservation: Reservation | None, is_wanted: Callable[[], bool] = lambda: True
+) -> tuple[list[Member], Started]:
     """Start one actor in each bundle, or on each node, and number them.
 
     Args:
         plan: The plan.
         reservation: A ready placement group; `None` if the ranks need none.
+        is_wanted: Returns False once the ranks are not to start any more; asked every second.
 
     Raises:
-        GroupError: An actor died while it started.
+        GroupError: An actor died while it started, or the ranks are not wanted any more.
         CallTimeoutError: Actors did not answer in time.
     """
     remote: Any = ray.remote(concurrency_groups=dict(plan.concurrency_groups))(plan.actor_class)
@@ -66,7 +70,7 @@ async def start_ranks(plan: StartPlan, reservation: Reservation | None) -> tuple
         for bundle in range(plan.world_size):
             options = _options(plan, reservation, bundle)
             actors.append(remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub))
-        return number_actors(actors, await probe(actors, plan, reservation), plan)
+        return number_actors(actors, await probe(actors, plan, reservation, is_wanted), plan)
     except BaseException:
         await asyncio.to_thread(kill_all, actors)
         raise
@@ -99,7 +103,12 @@ def _options(plan: StartPlan, reservation: Reservation | None, bundle: int) -> d
     return options
 
 
-async def probe(actors: Sequence[Any], plan: StartPlan, reservation: Reservation | None) -> list[Any]:
+async def probe(
+    actors: Sequence[Any],
+    plan: StartPlan,
+    reservation: Reservation | None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> list[Any]:
     """Ask every actor where it runs, once it has started; see `start_ranks`."""
     asking = {start(reply(actor.probe.remote(plan.paths))): bundle for bundle, actor in enumerate(actors)}
     infos: dict[int, Any] = {}
@@ -107,7 +116,10 @@ async def probe(actors: Sequence[Any], plan: StartPlan, reservation: Reservation
     pending = set(asking)
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
     while pending and (left_s := until - time.monotonic()) > 0:
-        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        look_s = min(left_s, _LOOK_S)
+        done, pending = await asyncio.wait(pending, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
+        if not is_wanted():
+            raise GroupError("the group was stopped while its ranks started")
         for task in done:
             bundle = asking[task]
             infos[bundle], error = task.result()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding import Placement
 from tests.clock import now
@@ -172,3 +173,33 @@ def test_an_owner_that_dies_before_its_named_group_is_loaded(
         since = now()
         os.kill(pid, signal.SIGKILL)
         wait_free(since)
+
+
+@pytest.mark.full
+def test_an_owner_that_dies_while_its_ranks_cannot_start(
+    owner: Any, checkpoint: Path, wait_free: Callable[[float], None]
+) -> None:
+    """Another actor has a bundle of the placement group; `Timeouts.start_s` is minutes away."""
+    trial = placement_group([{"CPU": 1}] * 2)
+    ray.get(trial.ready(), timeout=30)
+    strategy = PlacementGroupSchedulingStrategy(trial, placement_group_bundle_index=0)
+    user: Any = ray.remote(num_cpus=1, scheduling_strategy=strategy)(type("User", (), {"ping": lambda self: None}))
+    used = user.remote()
+    ray.get(used.ping.remote(), timeout=60)
+    others = rank_processes() | controller_pids()
+    try:
+        owner.make.remote(str(checkpoint), {"model": make_mlp(), "placement": Placement(placement_group=trial)})
+        until = now() + 60.0
+        while rank_processes() <= others:
+            assert now() < until
+            time.sleep(0.005)
+        time.sleep(0.5)
+        since = now()
+        ray.kill(owner)
+        while not rank_processes() | controller_pids() <= others:
+            assert now() - since < RELEASE_S
+            time.sleep(0.05)
+    finally:
+        ray.kill(used)
+        remove_placement_group(trial)
+    wait_free(since)
