@@ -113,11 +113,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
 
 
 def rank_processes(*names: str) -> set[int]:
-    """Pids of this driver's rank actors, and of those that remove their placement groups; or of actors so named."""
+    """Pids of this driver's rank actors, or of actors so named."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
-        if command[0].startswith(names or ("ray::RankActor", "ray::Reaper")) and _is_ours(process):
+        if command[0].startswith(names or "ray::RankActor") and _is_ours(process):
             found.add(process.pid)
     return found
 
@@ -154,7 +154,7 @@ def room_for(num_cpus: float) -> Iterator[None]:
 @pytest.fixture
 def nothing_left(cluster: None) -> Iterator[None]:
     """Fail a test whose ranks or placement groups are still there 10 s after it, and remove them for later tests."""
-    ours = ("ray::RankActor", "ray::Reaper", "ray::GroupController")
+    ours = ("ray::RankActor", "ray::GroupController")
     pids, groups = rank_processes(*ours), placement_groups()
     yield
     until = now() + RELEASE_S
