@@ -113,7 +113,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
 
 
 def rank_processes(*names: str) -> set[int]:
-    """Pids of this driver's rank actors, or of actors so named."""
+    """Pids of this driver's rank actors, or of its actors whose titles begin so."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
@@ -169,7 +169,8 @@ def nothing_left(cluster: None) -> Iterator[None]:
 
 def _describe(pid: int) -> str:
     process = psutil.Process(pid)
-    return f"pid {pid} {process.status()} {process.cmdline()} {process.num_threads()} threads, {process.cpu_times()}"
+    title = " ".join(process.cmdline()).strip()
+    return f"pid {pid} {process.status()} {title} {process.num_threads()} threads, {process.cpu_times()}"
 
 
 @pytest.fixture(scope="session")

@@ -182,6 +182,7 @@ def use(phase: str, trap: Trap, checkpoint: Path, target: Path) -> None:
     if phase.startswith("save"):  # I4
         assert (target / "model.safetensors").read_bytes() == checkpoint.read_bytes()
         assert len(open_checkpoint(target).tensors) == len(open_checkpoint(checkpoint).tensors)
+    group.shutdown()  # the controller of a broken group lives on, for a restart
     raise caught.value
 
 

@@ -185,9 +185,7 @@ def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(
         driver.kill(signal.SIGCONT)
         heard = driver.hear()
         # It hears first what the controller has said, or that the controller has ended.
-        said = (
-            r"^no driver has renewed the lease of 2 s of group \w+|; this driver had not run for \d s: did its lease "
-        )
+        said = r"^no driver has renewed the lease of 2 s of group \w+|; this driver had not run for \d s: did its lease"
         assert re.search(said, heard["error"])
         assert heard["state"] in ("closed", "broken")
 

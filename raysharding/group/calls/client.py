@@ -172,9 +172,10 @@ class Client:
         return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
 
     def release_claim(self, key: str) -> None:
-        """End a claim, without waiting."""
+        """End a claim. Waits for the controller's answer: Ray may bring it what this driver sends next before this."""
         if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
-            self.connection.controller.release_claim.remote(key)
+            with suppress(GroupError):  # a controller that is gone holds no claim
+                self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
 
     def saved_bytes(self) -> dict[str, int]:
         """Return the bytes written so far of each save in the background that has not ended, by token."""

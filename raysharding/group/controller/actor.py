@@ -53,6 +53,7 @@ from raysharding.group.messages import (
     Started,
     StartPlan,
     Submission,
+    closed,
     pack_same,
 )
 
@@ -61,8 +62,8 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
-_ATTACH_S = 8.0
-"""Longest time from the start of a new group's controller to its driver's `attach`, which Ray sends at once."""
+_ATTACH_S = 5.0
+"""Longest time from the start of a controller to its driver's `attach`, which Ray sends at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class GroupController:
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._is_open = self._was_attached = False
-        if self._record.stored is None:
+        if self._record.stored is None or not identity.is_named:
             timer = threading.Timer(_ATTACH_S, self._end_unattached)
             timer.daemon = True
             timer.start()
@@ -154,7 +155,9 @@ class GroupController:
 
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
-        self._open()  # it may arrive before `attach`
+        self._open()  # it may arrive before `attach`, or after a `shutdown` that was sent later
+        if self._status.state is GroupState.CLOSED:
+            raise closed(self._identity.title)
         self._status.begin(driver)
         self._bump()
         loop = asyncio.get_running_loop()
@@ -462,11 +465,11 @@ class GroupController:
 
     def _close(self, why: str) -> None:
         self._status.move(GroupState.CLOSED)
-        outcome = Outcome(error=GroupBrokenError(why))
+        self._bump()
+        outcome = Outcome(error=GroupBrokenError(why), snapshot=self._snapshot())
         if self._queue.current is not None:
             self._queue.current.end(outcome)
         self._queue.cancel(outcome)
-        self._bump()
 
     async def _leave(self, ranks: Ranks) -> None:
         """Let idle ranks leave the process group, for at most 2 s."""

@@ -17,6 +17,7 @@ from raysharding.group.ranks import RankInfo
 LEASE_S = 120.0
 """Lease of a rank: twice the time in which a GCS may come back. A rank that is cut off for good ends itself."""
 _RENEW_S = 15.0
+_KILL_S = 3.0
 _RELEASE_S = 10.0
 
 
@@ -131,12 +132,16 @@ class Ranks:
 
     async def _stop(self) -> None:
         self._renewing.cancel()
-        for rank, member in enumerate(self.members):
-            if rank not in self.dead:
-                member.actor.end.remote()  # from process to process: without its GCS Ray kills nothing
         killing = start(asyncio.to_thread(kill_all, [member.actor for member in self.members]))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wait_dead(), _RELEASE_S)
+        for within_s in (_KILL_S, _RELEASE_S):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_dead(), within_s)
+                break
+            for rank, member in enumerate(self.members):
+                if rank not in self.dead:
+                    # From process to process: without its GCS Ray kills nothing. Not at once: Ray would tell the driver
+                    # of a worker that ended unexpectedly.
+                    member.actor.end.remote()
         await asyncio.wait([killing], timeout=_RELEASE_S)
         if self._reservation is not None:
             await asyncio.wait([start(asyncio.to_thread(self._reservation.release))], timeout=_RELEASE_S)

@@ -80,8 +80,10 @@ class FitLock:
             yield
         finally:
             if self._running is run:
-                self._running = None
-                client.release_claim(run)
+                try:
+                    client.release_claim(run)
+                finally:
+                    self._running = None
 
     def refuse(self, group: str, method: str) -> None:
         """Refuse a method that must not run between the steps of a `fit` or `predict`.

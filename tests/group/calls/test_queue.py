@@ -210,7 +210,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.full)])
 def test_copies_in_both_directions_by_two_drivers_end(times: int, standing: StandingCluster, checkpoint: Path) -> None:
     with Driver(standing, checkpoint, PAIR) as owner:
         while "made" not in owner.hear():

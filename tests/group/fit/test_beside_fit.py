@@ -100,6 +100,16 @@ def test_a_second_fit_of_another_thread_is_refused(fresh: ShardedModelGroup) -> 
     assert fit(fresh, rows_of(4)).num_steps == 8, "one after the other is fine"
 
 
+def test_the_end_of_a_run_is_the_end_of_its_claim(fresh: ShardedModelGroup) -> None:
+    """Ray may bring the controller what comes next before it brings the end: the run waits for the answer."""
+    controller = int(fresh._client.connection.where.rpartition(" ")[2])
+    later = threading.Timer(1.0, os.kill, (controller, signal.SIGCONT))
+    with fresh._fits.running(fresh._client):
+        os.kill(controller, signal.SIGSTOP)
+        later.start()
+    assert later.finished.is_set(), "the controller has answered"
+
+
 def test_what_would_change_the_model_is_refused(fresh: ShardedModelGroup) -> None:
     expected = alone(fresh.state_dict(), ROWS, 2)
     ask = Once(*(lambda call=call: call(fresh) for call in REFUSED.values()))

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group_table
 
 from raysharding import Placement
 from tests.clock import now
+from tests.controllers import controller_pids, new_controller
 from tests.group.conftest import make_group, make_mlp, placement_groups, rank_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -51,7 +52,7 @@ def make_and_wait(checkpoint: str, options: dict[str, Any], told: str) -> None:
 
 def held() -> set[Any]:
     """What groups hold: processes, placement groups, names."""
-    return {*rank_processes(), *placement_groups(), *names()}
+    return {*rank_processes(), *controller_pids(), *placement_groups(), *names()}
 
 
 @pytest.fixture
@@ -100,6 +101,20 @@ def test_an_actor_that_owns_a_group(owner: Any, checkpoint: Path, wait_free: Cal
 
 
 @pytest.mark.full
+def test_the_controller_that_ray_starts_anew_ends_where_the_owner_is_gone(
+    owner: Any, checkpoint: Path, wait_free: Callable[[float], None]
+) -> None:
+    others = controller_pids()
+    pids = ray.get(owner.make.remote(str(checkpoint), {"model": make_mlp()}))
+    killed = controller_pids() - others
+    since = now()
+    for pid in (pids[0], *killed):
+        os.kill(pid, signal.SIGKILL)
+    new_controller(others | killed)
+    wait_free(since)
+
+
+@pytest.mark.full
 def test_an_actor_whose_owner_dies(owner: Any, checkpoint: Path, wait_free: Callable[[float], None]) -> None:
     ray.get(owner.own.remote(owner_class(), str(checkpoint), {"model": make_mlp()}))
     since = now()
@@ -127,31 +142,33 @@ def test_a_task_that_owns_a_group(checkpoint: Path, tmp_path: Path, wait_free: C
 def test_an_owner_that_dies_before_its_named_group_is_loaded(
     checkpoint: Path, tmp_path: Path, wait_free: Callable[[float], None]
 ) -> None:
-    """While it waits for room, while its actors start, while they build the model."""
+    """While it waits for room, while its controller starts, and its ranks, and while they build the model."""
 
     def build_for_ever() -> Any:
         Path(str(tmp_path / "builds")).touch()
         time.sleep(1000)
 
-    owners = [ray.remote(num_cpus=0)(owner_class()).remote() for _ in range(3)]
+    owners = [ray.remote(num_cpus=0)(owner_class()).remote() for _ in range(4)]
     pids = ray.get([one.__ray_call__.remote(lambda _: os.getpid()) for one in owners])
     asked: dict[str, dict[str, Any]] = {
         "builds": {"model": build_for_ever},
         "waits": {"placement": Placement(strategy="STRICT_SPREAD")},
+        "starts ranks": {},
         "starts": {},
     }
+    others = rank_processes()
     seen: dict[str, Callable[[], bool]] = {
         "builds": (tmp_path / "builds").exists,
         "waits": lambda: "PENDING" in states(),
+        "starts ranks": lambda: not rank_processes() <= others,
         "starts": lambda: "starts" in names(),
     }
-    for one, (name, options) in zip(owners, asked.items(), strict=True):
+    for one, pid, (name, options) in zip(owners, pids, asked.items(), strict=True):
         one.make.remote(str(checkpoint), {"name": name, "model": make_mlp(), **options})
         until = now() + 60.0
         while not seen[name]():
             assert now() < until, name
             time.sleep(0.005)
-    since = now()
-    for pid in pids:
+        since = now()
         os.kill(pid, signal.SIGKILL)
-    wait_free(since)
+        wait_free(since)

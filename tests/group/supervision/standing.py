@@ -143,6 +143,8 @@ class Driver:
         """Return the next line that it tells; the test's own timeout bounds the wait."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        while line and not line.startswith("{"):  # of Ray, to the program
+            line = self.process.stdout.readline()
         if not line:
             assert self.process.stderr is not None
             raise AssertionError(f"the driver ended: {self.process.stderr.read()}")
