@@ -111,13 +111,16 @@ class ShardedModelGroup:
     `load`, `copy_to`, `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, and
     `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
     `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies, hangs, or raises alone, the
-    call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks are stopped and all resources
-    are released: at once or, if `restart` could continue with the state of these ranks, after `Timeouts.keep_s`.
+    call raises a `GroupError`, and later calls raise `GroupBrokenError` until a `restart`. The other ranks are stopped,
+    and all resources are released at once.
 
-    Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
-    in the queue (`CallCancelledError`), waits for the running call, raises KeyboardInterrupt and leaves the group
-    READY. A second Ctrl-C during that wait stops the ranks. Cancelling an asyncio task that awaits a `Call` ends the
-    task only: the ranks' call continues.
+    An actor of Ray, the controller, owns the ranks and runs the calls; this object is one driver's end of the group.
+    Several drivers may use a group that has a name (`attach`): each driver's calls run in its own order.
+
+    Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels this
+    driver's calls in the queue (`CallCancelledError`), waits for its running call, raises KeyboardInterrupt and leaves
+    the group READY. A second Ctrl-C during that wait stops the ranks, for all drivers. Cancelling an asyncio task that
+    awaits a `Call` ends the task only: the ranks' call continues.
     """
 
     def __init__(self, running: RunningGroup, *, is_attached: bool = False) -> None:
@@ -127,7 +130,6 @@ class ShardedModelGroup:
             running: Loaded ranks.
             is_attached: True if the end of a `with` block leaves the group to its other drivers.
         """
-        self._optimizer = running.spec.optimizer
         self._is_attached = is_attached
         self._fits = FitLock()
         self._paths = WeightPaths()
@@ -207,14 +209,14 @@ class ShardedModelGroup:
                 each other, the process group's first collectives, and free memory. Default True.
             max_output_bytes: Cap on the bytes that one rank sends back for one call. Default 2 GiB.
             name: Name under which the group outlives this driver and `attach` finds it. A named group ends by
-                `shutdown()`, which the end of a `with` block also calls, or by its lease (`Timeouts.lease_s`); it does
-                not end when its object is dropped or the program exits. Default: no name; the group ends with the
-                driver. On a cluster that this program's own `ray.init()` started, the group ends with the program, too:
-                a UserWarning says so.
+                `shutdown()` of any driver, which the end of the `with` block of this object also calls, or by its lease
+                (`Timeouts.lease_s`); it does not end when its object is dropped or the program exits. Default: no name;
+                the group ends with the driver. On a cluster that this program's own `ray.init()` started, the group
+                ends with the program, too: a UserWarning says so.
             replace: True to shut down the group that has the name first, once the checkpoint is found valid. A group of
-                this program waits for its background saves; a group of another driver, alive or dead, is taken over
-                as by `attach`, which waits for its running call. Calls of the old group raise `GroupBrokenError`.
-                Default False.
+                this program waits for its background saves; one of other drivers, alive or dead, ends at once, with
+                its running call and its background saves. Calls of the old group raise `GroupBrokenError`. Default
+                False.
             max_restarts: Largest number of times that `fit` restarts a broken group and continues from its last save.
                 Default 0: `fit` raises.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
@@ -265,24 +267,26 @@ class ShardedModelGroup:
     @blocking
     @with_hints
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
-        """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
+        """Join the drivers of a named group that is loaded, for example after a restart of a notebook kernel.
 
         Joins the cluster that the environment names if Ray is not initialized, and never starts one; call
-        `ray.init(address=...)` first to choose another cluster. A driver that has the group loses it: the calls of that
-        driver raise `GroupTakenOverError`. A call that is still running, of a driver that may be dead, runs to its end
-        first, under `Timeouts.call_s`, and its result is dropped.
+        `ray.init(address=...)` first to choose another cluster. The group stays that of its other drivers, too: the
+        calls of each run in its own order, between those of the others. A call of a dead driver that ranks run goes on
+        to its end; its later ones are dropped. While one driver's `fit`, `predict` or open accumulation
+        (`forward_backward` without `optim_step`) lasts, calls of the others that change the model are refused with its
+        name. The end of a `with` block leaves the group; `shutdown()` ends it for all.
 
         Args:
             name: The name that `from_checkpoint(name=...)` was given.
-            timeouts: Deadlines from now on. Default: the deadlines that the group was made with.
+            timeouts: Deadlines of this driver; `drain_s` and `lease_s` stay those of the group. Default: all as the
+                group was made.
 
         Returns:
-            The group, with its current weights, optimizer and `load_report`.
+            The group, with its current weights, optimizer and `load_report`. One that is BROKEN can be restarted.
 
         Raises:
             ValueError: There is no group of that name (the error lists the groups), or it is still being made.
-            CallTimeoutError: The earlier driver's call did not end, or ranks do not answer: the group was stopped.
-            GroupBrokenError: Ranks are gone, or the earlier driver's call broke the group: the group was stopped.
+            GroupError: The group's controller does not answer (`CallTimeoutError`), or has ended.
             PlacementError: There is no cluster, or it is gone; the error says where it was looked for.
         """
         return cls(attach(name, timeouts), is_attached=True)
@@ -610,9 +614,8 @@ class ShardedModelGroup:
         check_optimizer(factory)
         options = self._unless_fit("set_optimizer")
         warning = self._client.submit_same("set_optimizer", factory, kwargs, False, **options).result()
-        self._optimizer = bound(factory, kwargs)
+        self._keep_optimizer(lambda _: bound(factory, kwargs))
         self._may_have_optimizer = True
-        self._update_spec()
         if warning is not None:  # last: a program may make warnings errors
             warn(warning)
 
@@ -643,15 +646,14 @@ class ShardedModelGroup:
         whole = partial(schedule, **kwargs) if kwargs else schedule
         made = self._client.submit_same("set_scheduler", whole, **self._unless_fit("set_scheduler"))
         continues, inherited = made.result()
-        self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
-        self._update_spec()
+        self._keep_optimizer(lambda before: None if before is None else rescheduled(before, whole))
         if continues:
             tell(f"set_scheduler: {continues}; set_optimizer(Scheduled(...)) begins at step 1")
         if inherited:
             warn(f"set_scheduler: {inherited}")
 
     def _require_optimizer(self, method: str) -> None:
-        if not self._may_have_optimizer:
+        if not self._may_have_optimizer and self._stored_spec().optimizer is None:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
     def _deal(
@@ -962,7 +964,8 @@ class ShardedModelGroup:
 
         Returns:
             With `output` a `PredictReport`. Without it a `pyarrow.Table`; or, if the result is larger than
-            `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store.
+            `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store, which
+            end with the group.
 
         Raises:
             ValueError: An argument is invalid; or, with `max_restarts`, the group was trained, or got weights by
@@ -1290,29 +1293,26 @@ class ShardedModelGroup:
     @driver_handle
     @blocking
     def restart(self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None) -> RestartReport:
-        """Restart a broken group; this object and its handles remain usable.
+        """Restart a broken group with new ranks; this object, its handles and other drivers remain usable.
 
-        There are two kinds of restart:
-
-        1. If every rank is alive and no rank was changed in part (a rank raised while others waited for it, or all
-           ranks wait for each other), the ranks form a new process group around their shards and optimizer: nothing is
-           lost, and no file is read. CPU ranks only: an aborted NCCL collective may have left any state.
-        2. Otherwise new ranks are placed on the available nodes. They load the newest of: the last `save` of this group
-           that is complete in its files, whether or not the driver knows its outcome; the last checkpoint that was
-           loaded; the checkpoint that the group was made from. They also load the optimizer's state if the save holds
-           it. Files that killed saves of the group left behind are removed.
+        New ranks are placed on the available nodes. They load the newest of: the last `save` of this group, of any of
+        its drivers, that is complete in its files, whether or not a driver knows its outcome; the last checkpoint that
+        was loaded; the checkpoint that the group was made from. "Last" is the order in which the ranks ran them. The
+        ranks also load the optimizer's state if the save holds it. Files that killed saves of the group left behind are
+        removed. Training since then is lost: `save(async_save=True)` to memory (`/dev/shm`) costs a copy, and can be
+        frequent.
 
         Args:
-            checkpoint: Checkpoint to load instead, even if nothing is lost.
-            world_size: Number of ranks from now on. Default: as before.
+            checkpoint: Checkpoint to load instead. The ranks of a READY group are stopped for it.
+            world_size: Number of ranks from now on, likewise. Default: as before.
 
         Returns:
-            The report: the kind of restart, the reason for it, and its duration.
+            The report: the reason for the restart, what was loaded, the number of ranks, and the duration.
 
         Raises:
             ValueError: The group is READY and neither argument is given: there is nothing to restart.
             GroupError: `fit` runs on the group and restarts it itself, up to `max_restarts` times.
-            GroupTakenOverError: Another driver has the group.
+            GroupBrokenError: The group is shut down, or another driver restarts it.
             PlacementError: The cluster no longer has the resources: try fewer ranks. The group stays BROKEN.
             CheckpointError: The checkpoint to load is gone or not valid. The group stays BROKEN.
             GroupError: As for `from_checkpoint`.
@@ -1329,7 +1329,6 @@ class ShardedModelGroup:
                 self._running,
                 checkpoint=None if checkpoint is None else os.fspath(checkpoint),
                 world_size=world_size,
-                optimizer=self._optimizer,
             )
             self._take(running)
         return report
@@ -1372,7 +1371,7 @@ class ShardedModelGroup:
 
     @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:
-        """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running call.
+        """Do what one Ctrl-C does, from any thread: cancel this driver's queued calls and wait for the running one.
 
         Args:
             timeout_s: Longest wait. Default: until the running call ends, which its own deadline bounds.
@@ -1394,7 +1393,9 @@ class ShardedModelGroup:
 
     @driver_handle
     def shutdown(self) -> None:
-        """Stop all ranks and release all resources. May be called many times; makes a running call or restart fail.
+        """Stop all ranks and release all resources, for all drivers of the group.
+
+        May be called many times; makes a running call or restart fail.
 
         Results that are still in the object store end with the group: `Out.refs()`, and values over 48 KiB of calls
         whose result was not requested. A `Call.ref()` outlives it.
@@ -1442,6 +1443,12 @@ class ShardedModelGroup:
         """Options of a call with which an open accumulation of this driver ends."""
         return {"ends_claim": self._client.connection.key}
 
-    def _update_spec(self) -> None:
-        """Keep the optimizer's factory for a restart."""
-        self._client.connection.ask("update", packed_spec(replace(self._running.spec, optimizer=self._optimizer)))
+    def _stored_spec(self) -> GroupSpec:
+        """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
+        spec: GroupSpec = self._client.connection.ask("spec").unpack()
+        return spec
+
+    def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
+        """Change the optimizer's factory of the spec that a restart uses."""
+        spec = self._stored_spec()
+        self._client.connection.ask("update", packed_spec(replace(spec, optimizer=change(spec.optimizer))))

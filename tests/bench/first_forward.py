@@ -33,9 +33,7 @@ from typing import Any
 WORLD_SIZE = 2
 STEPS = {
     "checkpoint located and opened": ("open_spec",),
-    "room reserved": ("reserve", "wait_placed"),
-    "actors started, model checked": ("start_actors",),
-    "connections": ("Supervisor.connect_ranks",),
+    "controller and ranks started, model checked": ("start_controller", "_start"),
     "preflight": ("Preflight.nodes", "Preflight.link", "Preflight.memory"),
     "rendezvous": ("rendezvous",),
     "load": ("_load",),
@@ -113,7 +111,7 @@ def _time_steps(step: Callable[[str, Callable[[], Any]], Any]) -> None:
 
 
 def attach(name: str, address: str, begun: float) -> Seconds:
-    """The kernel after a restart: takes over the group that the one before it left, and leaves it by SIGKILL, too."""
+    """The kernel after a restart: attaches to the group that the one before it left, and leaves it by SIGKILL, too."""
     import ray
 
     from raysharding import ShardedModelGroup

@@ -195,20 +195,22 @@ def blocks_of_the_page(test: str) -> list[str]:
 @pytest.mark.skipif(IMAGE is not None, reason="puts a program in the place of Jupyter, which the image has")
 def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cluster, tmp_path: Path) -> None:
     first, second = blocks_of_the_page("test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart")
-    kernels = [first + LOSS + "os._exit(0)\n", second + LOSS + "group.shutdown()\n"]
-    cells = "".join(f"{sys.executable} - <<'END'\n{kernel}END\n" for kernel in kernels)
     folder = cluster.pods.claims["raysharding-cache"] / "bin"
     folder.mkdir()
-    (folder / "jupyter").write_text(f"#!/bin/sh\nset -e\necho jupyter $*\n{cells}")  # where Jupyter would run them
-    (folder / "jupyter").chmod(0o755)
-    pod = one("notebook.yaml", "Pod")["spec"]
-    container = pod["containers"][0]
-    path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "300"}
-    with (log := tmp_path / "notebook.log").open("wb") as output:
-        command = [*container["command"], *container["args"]]
-        process = cluster.pods.popen(cluster.hosts[3], pod, command, path, stdout=output, stderr=output)
-    assert process.wait(timeout=200) == 0, log.read_text()
-    said = log.read_text()
+    said = ""
+    for kernel in (first + LOSS + "os._exit(0)\n", second + LOSS + "group.shutdown()\n"):
+        cell = f"{sys.executable} - <<'END'\n{kernel}END\n"  # where Jupyter would run it
+        (folder / "jupyter").write_text(f"#!/bin/sh\nset -e\necho jupyter $*\n{cell}")
+        (folder / "jupyter").chmod(0o755)
+        pod = one("notebook.yaml", "Pod")["spec"]
+        container = pod["containers"][0]
+        path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "300"}
+        with (log := tmp_path / "notebook.log").open("wb") as output:
+            command = [*container["command"], *container["args"]]
+            process = cluster.pods.popen(cluster.hosts[3], pod, command, path, stdout=output, stderr=output)
+        assert process.wait(timeout=200) == 0, log.read_text()
+        said += log.read_text()
+        cluster.hosts[3].kill()  # the pod goes, not only its kernel
     assert "jupyter lab --ip=0.0.0.0 --port=8888 --no-browser" in said
     made, attached = re.findall(r"^loss (\S+)$", said, re.MULTILINE)
     assert made == attached

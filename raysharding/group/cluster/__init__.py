@@ -27,6 +27,7 @@ from raysharding.group.cluster.placement import (
     NAMESPACE,
     Reservation,
     Resources,
+    able_nodes,
     check_name,
     choose_num_threads,
     choose_ranks,

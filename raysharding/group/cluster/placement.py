@@ -420,6 +420,12 @@ def _room(need: Resources, placement: Placement) -> _Room:
     return _Room(lines, have, fits_now, fits_empty)
 
 
+def able_nodes(need: Resources, labels: Mapping[str, str] | None) -> list[str]:
+    """Return Ray's ids of the nodes that have room for a rank, when they are idle."""
+    alive = (node for node in ray.nodes() if node["Alive"] and labels_match(node, labels))
+    return [node["NodeID"] for node in alive if ranks_that_fit(node["Resources"], need)]
+
+
 def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:
     """Return True if a node, as `ray.nodes()` lists it, carries all labels."""
     carried = node.get("Labels", {})

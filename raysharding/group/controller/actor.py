@@ -198,6 +198,11 @@ class GroupController:
         self._status.ready()
         self._bump()
 
+    async def spec(self) -> Packed:
+        """Return the spec that a restart uses."""
+        assert self._record.stored is not None, "the group was READY"
+        return self._record.stored.spec
+
     async def update(self, spec: Packed) -> None:
         """Replace the spec that a restart uses."""
         await self._record.set_spec(spec)

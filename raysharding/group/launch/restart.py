@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ray.util.metrics import Counter
 
@@ -14,7 +12,7 @@ from raysharding.checkpoint.writing import newest_after, remove_unfinished
 from raysharding.errors import GroupError
 from raysharding.group.calls import Client, UndoOnInterrupt, is_committed
 from raysharding.group.launch.launch import RunningGroup, make
-from raysharding.group.launch.spec import open_spec
+from raysharding.group.launch.spec import GroupSpec, open_spec
 from raysharding.group.messages import FilesRecord, GroupState
 from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
@@ -45,7 +43,6 @@ def restart(
     *,
     checkpoint: str | None,
     world_size: int | None,
-    optimizer: Callable[..., Any] | None,
 ) -> tuple[RunningGroup, RestartReport]:
     """Restart a group; see `ShardedModelGroup.restart`.
 
@@ -53,7 +50,6 @@ def restart(
         running: The group.
         checkpoint: The user's argument.
         world_size: The user's argument.
-        optimizer: Factory of the optimizer that the group has, as far as the driver knows.
 
     Returns:
         The group as it runs now, and the report of the restart.
@@ -69,8 +65,9 @@ def restart(
         )
     Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": client.name})
     why = _why(running, checkpoint, world_size)
-    num_ranks = running.spec.world_size if world_size is None else world_size
-    spec = replace(running.spec, optimizer=optimizer, world_size=num_ranks)
+    spec: GroupSpec = client.connection.ask("spec").unpack()
+    spec = replace(spec, timeouts=running.spec.timeouts, progress=running.spec.progress)
+    spec = spec if world_size is None else replace(spec, world_size=world_size)
     spec.check()
     with UndoOnInterrupt():
         record: FilesRecord = client.connection.ask("begin_restart", client.connection.key, within_s=_STOP_S)

@@ -13,10 +13,13 @@ from raysharding.checkpoint.storage import normal_path
 from raysharding.errors import GroupError
 from raysharding.group.cluster import (
     NAMESPACE,
+    able_nodes,
+    cluster_gpus,
     group_names,
     is_worker,
     name_taken,
     own_node_id,
+    rank_need,
     started_cluster,
     warn,
 )
@@ -34,7 +37,8 @@ _LOOK_S = 0.05
 def start_controller(spec: GroupSpec, *, replace: bool = False) -> Any:
     """Start the controller of a new group, and return its handle; does not wait until its process runs.
 
-    It takes no CPU, and runs on the driver's node, or in the user's placement group. The owner's death ends it: Ray
+    It takes no CPU, and runs on the driver's node, or on one that could hold ranks (see `_home`), or in the user's
+    placement group. The owner's death ends it: Ray
     ends an actor with the driver that made it. One that was made by another actor, or by a task, is detached, because
     Ray would keep its placement group until the end of the job; it ends itself when its owner has died. That of a named
     group outlives all drivers.
@@ -64,13 +68,28 @@ def start_controller(spec: GroupSpec, *, replace: bool = False) -> Any:
         options["lifetime"] = "detached"
     if spec.placement.placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(spec.placement.placement_group)
-    elif node_id := own_node_id():
+    elif node_id := _home(spec):
         # Ray 2.60 puts an actor that needs nothing at all on any node, whatever the soft affinity says.
         options |= {"memory": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
     try:
         return REMOTE_CONTROLLER.options(**options).remote(identity)
     except ray.exceptions.ActorAlreadyExistsError as error:
         raise name_taken(str(spec.name)) from error
+
+
+def _home(spec: GroupSpec) -> str:
+    """Return Ray's id of the node for a controller: the driver's.
+
+    A named group is to outlive its driver's node, such as the pod of a notebook, where that can hold no rank: it gets
+    one that can. So does that of a driver behind `ray://`, which may be on no node.
+    """
+    own = own_node_id()
+    if own and spec.name is None:
+        return own
+    able = able_nodes(
+        rank_need(spec.device or ("cuda" if cluster_gpus() else "cpu"), spec.placement), spec.placement.labels
+    )
+    return own if own in able or not able else able[0]
 
 
 def find_controller(name: str) -> Any:

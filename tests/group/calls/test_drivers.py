@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path) -> None:
         first.call(int)
     with pytest.raises(ValueError, match="no group of that name"):
         ShardedModelGroup.attach("both")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_optimizer_that_one_driver_sets_is_that_of_the_others_also_after_their_restart(checkpoint: Path) -> None:
+    with make_group(checkpoint, name="both") as first:
+        with pytest.raises(ValueError, match="needs an optimizer"):
+            first.train_step(Split(ROWS), loss=loss)
+        second = ShardedModelGroup.attach("both")
+        second.set_optimizer(torch.optim.SGD, lr=0.5)
+        first.set_scheduler(partial(torch.optim.lr_scheduler.StepLR, step_size=10))
+        assert first.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
+        os.kill(first.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(GroupError):
+            first.call(int)
+        first.restart()
+        assert second.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
 
 
 @pytest.fixture(scope="module")
