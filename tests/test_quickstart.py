@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.group.supervision.standing import ROOT, standing_cluster
+from tests.group.standing import ROOT, standing_cluster
 
 
 def submit(address: str, *arguments: str) -> list[str]:

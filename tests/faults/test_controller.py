@@ -21,7 +21,7 @@ from raysharding.group import GroupState
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, make_mlp, placement_groups
 from tests.controllers import await_state, controlled, controller_pids, new_controller
-from tests.group.supervision.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 

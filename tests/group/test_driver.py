@@ -23,7 +23,7 @@ from raysharding import ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
-from tests.group.supervision.standing import (
+from tests.group.standing import (
     PROLOGUE,
     ROOT,
     Driver,

@@ -22,7 +22,7 @@ from ray.job_submission import JobSubmissionClient
 from safetensors.torch import save_file
 
 from tests.clock import now
-from tests.group.supervision.standing import ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 DASHBOARD = json.loads((ROOT / "cluster" / "grafana" / "raysharding.json").read_text())
 PAUSE_S = 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.group.supervision.standing import ROOT, StandingCluster, standing_cluster
+from tests.group.standing import ROOT, StandingCluster, standing_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ from raysharding import GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
-from tests.group.supervision.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 pytestmark = pytest.mark.timeout(180)
 

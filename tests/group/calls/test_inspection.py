@@ -16,7 +16,7 @@ from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
 from tests.clock import now
 from tests.docs.blocks import blocks_of
 from tests.group.conftest import make_group
-from tests.group.supervision.standing import ROOT
+from tests.group.standing import ROOT
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from raysharding import CallCancelledError, ShardedModelGroup
-from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
+from tests.group.standing import Driver, StandingCluster, standing_cluster
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,7 +11,7 @@ import pytest
 
 from raysharding.group.cluster import gcs_monitor
 from raysharding.group.cluster.gcs_monitor import GcsMonitor
-from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
+from tests.group.standing import Driver, StandingCluster, standing_cluster
 
 MONITOR = """
 from raysharding.group.cluster.gcs_monitor import GcsMonitor

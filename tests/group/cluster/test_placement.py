@@ -28,7 +28,7 @@ from raysharding.group.launch.spec import GroupSpec
 from tests import forking
 from tests.clock import now
 from tests.group.conftest import NUM_CPUS, make_group, make_mlp
-from tests.group.supervision.standing import Driver, standing_cluster
+from tests.group.standing import Driver, standing_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -16,7 +16,7 @@ import torch
 from raysharding import GroupError, Split, Timeouts
 from tests.clock import now
 from tests.conftest import make_group
-from tests.group.supervision.standing import Driver, StandingCluster, standing_cluster
+from tests.group.standing import Driver, StandingCluster, standing_cluster
 
 WAIT_S = 10.0
 HELD_S = 3.0

@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoTokenizer
 from examples.serve import BUNDLES, deploy, main, post
 from tests.clock import now
 from tests.group.conftest import rank_processes, room_for
-from tests.group.supervision.standing import free_ports, seconds_until_gone
+from tests.group.standing import free_ports, seconds_until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
