@@ -23,7 +23,7 @@ import psutil
 
 from tests.clock import now
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 
 PROLOGUE = """
