@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.local.hosts import Host, Hosts
+from cluster.local.hosts import INTERFACE, Host, Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import FitStep, Placement, ShardedModelGroup
 from tests.clock import now
@@ -23,6 +24,7 @@ from tests.cluster.driver import Driver
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.usefixtures("worker_python")]
 
 REDIS_PORT = 6390
+NEW_ADDRESS = "10.77.0.77"
 AWAY_S = 20.0
 STEP_S = 0.1
 NUM_STEPS = 450
@@ -84,7 +86,9 @@ def fit(checkpoint: str, begun: Path) -> tuple[list[float], int, int]:
     return times, report.num_restarts, report.num_steps
 
 
-def test_a_fit_goes_on_while_a_gcs_with_external_storage_is_away(rays: RayHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pod", ["the same address", "another address"])
+def test_a_fit_goes_on_while_a_gcs_with_external_storage_is_away(pod: str, rays: RayHosts, tmp_path: Path) -> None:
+    """A new pod has another address than the one before, behind the service whose address the nodes were given."""
     save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")
     head, *workers = rays.hosts
     driver = Driver(rays, workers[0])
@@ -102,6 +106,9 @@ def test_a_fit_goes_on_while_a_gcs_with_external_storage_is_away(rays: RayHosts,
     head.run(
         "rm", "/tmp/ray/ray_current_cluster"
     )  # a new pod has none, and `ray start` would take it for a running one
+    if pod == "another address":
+        head.run("ip", "address", "add", f"{NEW_ADDRESS}/24", "dev", INTERFACE)
+        head = replace(head, address=NEW_ADDRESS)
     rays.start(head)
     came = now()
     times, num_restarts, num_steps = driver.end()
