@@ -76,7 +76,7 @@ def batch_of(**kwargs: Any) -> RankBatch:
 
 def run_llama(folder: str) -> dict[str, Any]:
     worker = worker_of(f"{folder}/llama")
-    assert worker.status.phase == worker.phase == "ready"
+    assert worker.status.phase == "ready"
     assert not worker.module.training
     results: dict[str, Any] = {}
     batch = batch_of(input_ids=Split(tokens(7)), labels=Split(masked_labels()))

@@ -237,10 +237,8 @@ class RankCommands:
 
     def save(self, path: str, overwrite: bool, async_save: bool, options: Mapping[str, Any]) -> Any:
         """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
-        if async_save:
-            return self._worker.save_async(path, overwrite, **options)
-        report = self._worker.save(path, overwrite, **options)
-        return report if self._worker.rank == 0 else None
+        outcome = self._worker.save(path, overwrite, async_save=async_save, **options)
+        return outcome if async_save or self._worker.rank == 0 else None
 
     def state_dict(self, keys: Sequence[str] | None) -> Step:
         """Start to gather full tensors on rank 0, one bucket at a time; collective."""
@@ -262,7 +260,7 @@ class RankCommands:
 
     def save_status(self, number: int) -> SaveStatus:
         """Return the status of a save in the background. Thread-safe, also while a command runs."""
-        save = None if self._rank_worker is None else self._rank_worker.save_status(number)
+        save = None if self._rank_worker is None else self._rank_worker.status.saver.status(number)
         if save is None:
             return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 has no record of this save"))
         error = save.error
@@ -285,8 +283,8 @@ class RankCommands:
         return self._rank_worker is None or self._rank_worker.status.usable
 
     def num_changes(self) -> int:
-        """Return the number of changes to weights or optimizer."""
-        return 0 if self._rank_worker is None else self._rank_worker.status.num_changes
+        """Return the version of weights and optimizer."""
+        return 0 if self._rank_worker is None else self._rank_worker.status.weights_version
 
     def change_since(self, before: int) -> StateChange:
         """Return the changes to the model since `num_changes` was `before`."""
