@@ -5,9 +5,9 @@ Extra state of modules (`get_extra_state`) is broadcast from rank 0 as JSON and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from raysharding.distributed.fully_shard import (
     named_submodules,
     over_ranks_of,
     parameter_groups,
-    persistent_names,
     reshard,
     tell_fsdp,
 )
@@ -84,8 +83,10 @@ def load_full_tensors(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
 ) -> tuple[IncompatibleKeys, ExtraState]:
     """Load as `load_full_state_dict`, but return extra state for the caller to set, and call no hooks."""
+    if len(set(agree(None, assign))) > 1:  # ranks would run different collectives, and hang
+        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
     values = state_dict if get_rank() == 0 else {}
-    extra = _extra_state(module, values, assign)
+    extra = distribute_extra_state(module, values)
     origin = Rank0StateDict(values, extra.keys, extra.mismatches)
     with ExitStack() as undo:
         if assign:
@@ -94,21 +95,6 @@ def load_full_tensors(
         undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
     return IncompatibleKeys(missing, unexpected), extra
-
-
-def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:
-    """Return rank 0's extra state, after a check that all ranks pass the same `assign`; collective."""
-    error: Exception | None = None
-    has_some = False
-    try:
-        has_some = bool(extra_state_owners(module) or extra_state_keys(state_dict, module))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    answers = agree(error, [assign, has_some])
-    # Every rank calls this: ranks with different `assign` would run different collectives, and hang.
-    if len({given for given, _ in answers}) > 1:
-        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
-    return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
 
 
 @over_ranks_of("tensors", "like")
@@ -231,22 +217,15 @@ def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Mo
     }
 
 
-def extra_state_keys(state_dict: Collection[object], module: nn.Module) -> list[str]:
-    """Return the keys of extra state in a state dict, whether or not a module takes them; values are not accessed."""
-    found = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
-    own = persistent_names(module) if found else set()  # a tensor may have such a name
-    return [key for key in found if key not in own]
-
-
 @dataclass(frozen=True)
 class ExtraState:
     """Extra state of rank 0, the same on every rank."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     """Key → value, for `set_extra_state`."""
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...]
     """Keys that the module takes and rank 0's state dict lacks."""
-    unexpected: tuple[str, ...] = ()
+    unexpected: tuple[str, ...]
     """Keys that no module takes."""
 
     @property
@@ -291,7 +270,7 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
     def outline() -> dict[str, Any]:
         owners = extra_state_owners(module)
-        keys = extra_state_keys(state_dict, module)
+        keys = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
         values, problems = {}, []
         for key in keys:
             if key in owners:

@@ -22,7 +22,7 @@ from raysharding.checkpoint import Checkpoint, FileReader
 from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing, is_accelerator
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -40,6 +40,7 @@ from raysharding.distributed.loading.plan import (
     LoadPlan,
     Origin,
     Progress,
+    Proposal,
     agree_on_plan,
     make_source,
     propose_load,
@@ -48,7 +49,6 @@ from raysharding.distributed.loading.plan import (
 from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
-    BUCKET_BYTES,
     JOB_BYTES,
     Broadcast,
     BucketStream,
@@ -138,23 +138,28 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
     shards, peak = ShardMap.of(tensors), MemoryPeak(device)
     context = LoadContext(module, loading, progress, stall_s, shards, device, peak, checksums, started)
     progress("plan", 0, 0, "")
-    proposal = propose_load(module, tensors, origin, loading)
     # Ranks allocate while rank 0 reads headers, unless memory depends on the plan (mapped files, a state dict).
     is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
+    proposal: Proposal | None = None
     error: Exception | None = None
+    memory: list[torch.Tensor] = []
     with ExitStack() as undo:
-        if is_early:
-            tensors, error = _allocate(context, tensors, None, undo)
-        memory = [local_tensor(tensor) for tensor in tensors.values()] if is_early else []
+        try:
+            proposal = propose_load(module, tensors, origin, loading)
+            if is_early:
+                tensors = _allocate(context, tensors, None, undo)
+                memory = [local_tensor(tensor) for tensor in tensors.values()]
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
+            error = raised
         fresh = is_fresh(memory)
         with prefault(memory if fresh else []):
-            plan = agree_on_plan(proposal, error, loading, shards, device)
+            plan = agree_on_plan(proposal, error, context)
             if shards.rank == 0:
                 reads = plan.read_plan
                 _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
             if not is_early:
-                tensors, error = _allocate(context, tensors, plan, undo)
-                agree(error)  # every rank calls this: the others would wait in the stream for a rank that failed
+                with agreeing():  # the others would wait in the stream for a rank that failed
+                    tensors = _allocate(context, tensors, plan, undo)
             error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
@@ -165,7 +170,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
 
 def _allocate(
     context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan | None, undo: ExitStack
-) -> tuple[dict[str, torch.Tensor], Exception | None]:
+) -> dict[str, torch.Tensor]:
     """Allocate or map the memory of the module. Not collective.
 
     Args:
@@ -175,22 +180,19 @@ def _allocate(
         undo: Moves the tensors back to meta after a failure, so that uninitialised values cannot be used.
 
     Returns:
-        FQN → current tensor of the module; and the error of this rank, which the ranks exchange before the stream.
+        FQN → current tensor of the module.
     """
-    try:
-        mapped = {}
-        if plan is not None and plan.mapped:
-            assert plan.files is not None, "every rank reads"
-            found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
-            mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
-        named = None
-        if plan is not None and plan.outline.file_locations is None:
-            named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
-            named.update(id(tensors[fqn]) for fqn in plan.outline.initialise)
-        undo.callback(materialize(context.module, context.device, mapped, named))
-    except (RuntimeError, MemoryError, CheckpointError) as error:
-        return tensors, error
-    return module_tensors(context.module), None
+    mapped = {}
+    if plan is not None and plan.mapped:
+        assert plan.files is not None, "every rank reads"
+        found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
+        mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
+    named = None
+    if plan is not None and plan.outline.file_locations is None:
+        named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
+        named.update(id(tensors[fqn]) for fqn in plan.outline.initialised)
+    undo.callback(materialize(context.module, context.device, mapped, named))
+    return module_tensors(context.module)
 
 
 def _stream(
@@ -299,9 +301,8 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader:
         targets = plan.match.keys.targets if plan.match is not None else {}
-        cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
         piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, piece_bytes)
+        source = make_source(plan.match, reader, plan.extents, targets, context.loading, context.checksums, piece_bytes)
         error = stream.run(source, num_threads)
         if error is None:
             try:
