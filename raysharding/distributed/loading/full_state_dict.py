@@ -270,7 +270,7 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
     def outline() -> dict[str, Any]:
         owners = extra_state_owners(module)
-        keys = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
+        keys = [key for key in state_dict if key.rpartition(".")[2] == EXTRA_STATE_NAME]
         values, problems = {}, []
         for key in keys:
             if key in owners:
