@@ -375,14 +375,8 @@ class Client:
         error = ended.exception()
         if error is None:
             self._end(call, decoded(ended.result()))
-        elif isinstance(error, ray.exceptions.RayActorError):
-            self.connection.controller_lost(self.connection.controller_died(error))
         else:
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            known = (
-                cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
-            )
-            self._end(call, Outcome(error=known))
+            self.connection.controller_lost(self.connection.controller_died(error))
 
     def _end(self, call: Call, outcome: Outcome) -> None:
         if outcome.snapshot is not None:

@@ -223,10 +223,8 @@ class Connection:
             self.take(ended.result())
             if is_watch:
                 self._watch()
-        elif isinstance(error, ray.exceptions.RayActorError):
-            self.controller_lost(self.controller_died(error))
         else:
-            self.controller_lost(GroupError(f"{self.name}: its controller failed: {error}"))
+            self.controller_lost(self.controller_died(error))
 
     def take(self, snapshot: Snapshot) -> None:
         """Take what the controller says of the group; replies do not arrive in order."""
@@ -295,8 +293,13 @@ class Connection:
         self._on_lost(error)
 
     def controller_died(self, error: BaseException) -> GroupError:
-        """Return the error of the controller's death, from Ray's."""
-        first = " ".join(str(error).split())[:600]
+        """Return the error of the controller's death.
+
+        Args:
+            error: Ray's; or that of a controller which Ray has started meanwhile, and which does not know this driver.
+        """
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        first = " ".join(str(cause).split())[:600]
         message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
         self._note_stall()
         until, seconds = self._stall
