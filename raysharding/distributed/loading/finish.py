@@ -6,7 +6,7 @@ The checks are: values are finite, checksums match the manifest, replicas hold e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -50,10 +50,6 @@ def finish(
     """
     started = perf_counter()
     layers = {name: magnitude_layer(context.module, name) for name in plan.outline.initialised}
-
-    def on_tensor(index: int, fqn: str) -> None:  # checks take as long as a read if files are mapped
-        context.progress("finalize", index, len(tensors), fqn)
-
     with agreeing():  # magnitudes are computed from all weights, and checksums of all bytes
         if error is not None:
             raise error
@@ -63,12 +59,11 @@ def finish(
             for name in ruled:
                 _keep_part(context, name, tensors[name], initialiser.value(name))
         if context.loading.verify == "finite":
-            loaded = [fqn for fqn, _ in plan.outline.tensors]
-            check_finite(tensors, loaded, plan.outline.checkpoint, on_tensor)
+            _check_finite(context, plan, tensors)
     _initialise_magnitudes(context, layers, tensors)
     initialise_s = perf_counter() - started
     if context.checksums is not None:
-        _compare_checksums(context, context.checksums, plan, tensors, on_tensor)
+        _compare_checksums(context, context.checksums, plan, tensors)
     digest = digest_module(tensors, plan.outline.checkpoint) if context.loading.digest else ""
     context.peak.sample()
     held = [local_tensor(tensor) for tensor in tensors.values()]
@@ -107,22 +102,14 @@ def _initialise_magnitudes(
                 _keep_part(context, name, tensors[name], first_magnitude(layer, full))
 
 
-def check_finite(
-    tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str, on_tensor: Callable[[int, str], None]
-) -> None:
-    """Check this rank's shards of floating tensors for NaN and infinity. Not collective; takes no memory.
-
-    Args:
-        tensors: FQN → tensor of the module.
-        names: FQNs to check.
-        path: Checkpoint, for the error.
-        on_tensor: Called with number and FQN before each tensor.
+def _check_finite(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check this rank's shards of loaded floating tensors for NaN and infinity. Not collective; takes no memory.
 
     Raises:
         CheckpointError: A value is not finite; the error names tensor and element.
     """
-    for index, name in enumerate(names):
-        on_tensor(index, name)
+    for index, (name, _) in enumerate(plan.outline.tensors):
+        context.progress("finalize", index, len(tensors), name)  # takes as long as a read if files are mapped
         tensor = tensors[name]
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -134,15 +121,13 @@ def check_finite(
                 continue
             first = start + int(torch.isfinite(values).logical_not().nonzero()[0])
             what = f"element {first} of this rank's shard is {values[first - start].item()}: not finite"
-            raise CheckpointError(f"{what}; verify='header' loads it all the same", path=path, tensor=name)
+            raise CheckpointError(
+                f"{what}; verify='header' loads it all the same", path=plan.outline.checkpoint, tensor=name
+            )
 
 
 def _compare_checksums(
-    context: LoadContext,
-    checksums: Checksums,
-    plan: LoadPlan,
-    tensors: Mapping[str, torch.Tensor],
-    on_tensor: Callable[[int, str], None],
+    context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Compare the bytes that all ranks read or mapped with the manifest; collective.
 
@@ -151,7 +136,7 @@ def _compare_checksums(
     """
     with agreeing():
         for index, (layout, extent) in enumerate(plan.mapped):
-            on_tensor(index, layout.fqn)
+            context.progress("finalize", index, len(tensors), layout.fqn)
             first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
             offset = extent.offset - extent.key_offset + first
             checksums.add(extent.key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))

@@ -26,8 +26,9 @@ from raysharding.distributed.fully_shard import (
     reshard,
     tell_fsdp,
 )
-from raysharding.distributed.loading.load import load_from_rank_0
-from raysharding.distributed.loading.state_dict_source import Rank0StateDict, why_refused
+from raysharding.distributed.loading.load import load_from
+from raysharding.distributed.loading.plan import silent
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict, is_extra_state, why_refused
 from raysharding.distributed.optim import decode, encode
 from raysharding.errors import PlanError
 from raysharding.models import category, clean_name
@@ -87,11 +88,11 @@ def load_full_tensors(
         raise PlanError("assign is True on some ranks and False on others: pass the same on all")
     values = state_dict if get_rank() == 0 else {}
     extra = distribute_extra_state(module, values)
-    origin = Rank0StateDict(values, extra.keys, extra.mismatches)
+    origin = Rank0StateDict(values, extra.mismatches)
     with ExitStack() as undo:
         if assign:
             undo.callback(_take_dtypes(module, origin))
-        report = load_from_rank_0(module, origin, Loading(transport="scatter", strict=strict), timeout_s)
+        report = load_from(module, origin, Loading(transport="scatter", strict=strict), silent, timeout_s)
         undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
     return IncompatibleKeys(missing, unexpected), extra
@@ -229,11 +230,6 @@ class ExtraState:
     """Keys that no module takes."""
 
     @property
-    def keys(self) -> frozenset[str]:
-        """Return the keys of all extra state in rank 0's state dict."""
-        return frozenset((*self.values, *self.unexpected))
-
-    @property
     def mismatches(self) -> tuple[str, ...]:
         """Return a line for each missing or unexpected key."""
         missing = (f"missing from the state dict: {key}" for key in self.missing)
@@ -270,7 +266,7 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
     def outline() -> dict[str, Any]:
         owners = extra_state_owners(module)
-        keys = [key for key in state_dict if key.rpartition(".")[2] == EXTRA_STATE_NAME]
+        keys = list(filter(is_extra_state, state_dict))
         values, problems = {}, []
         for key in keys:
             if key in owners:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -61,7 +61,7 @@ from raysharding.distributed.transfer import (
     wire_dtype,
 )
 from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules, path_of
+from raysharding.models import AdapterNames, KeyMap, differing_ties, map_keys, misfit, missing_rules, path_of
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
@@ -245,7 +245,7 @@ def agree_on_plan(proposal: Proposal | None, error: Exception | None, context: L
     files = found if proposal.match is None else proposal.match.checkpoint.files
     reads = shards.rank in read_plan.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    mapped = _mapped(planned, proposal, extents) if loading.mmap else []
+    mapped = mappable(planned, extents, proposal.on_meta) if loading.mmap else []
     names = {layout.fqn for layout, _ in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
@@ -312,18 +312,6 @@ def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, strai
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
-def _mapped(
-    planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]
-) -> list[tuple[TensorLayout, Extent]]:
-    """Return the tensors that can be mapped. Each file range is mapped for one tensor, as writes are separate."""
-    mapped: dict[tuple[int, int], tuple[TensorLayout, Extent]] = {}
-    for item in planned:
-        extent = mappable(item.layout, item.wire_dtype, extents[item.layout.fqn])
-        if extent is not None and item.layout.fqn in proposal.on_meta:
-            mapped.setdefault((extent.file, extent.offset), (item.layout, extent))
-    return list(mapped.values())
-
-
 def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping[str, TensorLayout]) -> CheckpointMatch:
     state_dict = origin if isinstance(origin, Rank0StateDict) else None
     if isinstance(origin, Rank0StateDict):
@@ -348,7 +336,12 @@ def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping
         warned += (f"a load of {opened.path} {keeps}: missing there",)
         cure = cure or f"strict=False accepts missing or unexpected keys, and {keeps}; nothing is changed now"
     if state_dict is not None:
-        keys = replace(keys, initialise=_settable(module, keys, loading))
+        # No state dict holds non-persistent buffers. One on meta, without a rule, is an error under `strict`; otherwise
+        # it stays on meta, and its owner may set it. Parameters that the state dict lacks stay, as with torch.
+        settable = [name for name in keys.initialise if name not in keys.missing]
+        if not loading.strict:
+            settable = [name for name in settable if not missing_rules(module, [name], loading.seed)]
+        keys = replace(keys, initialise=tuple(settable))
     kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, keys.initialise)))
     is_base = kept and opened.adapter is None and state_dict is None
     base = path_of(opened) if is_base else None
@@ -357,18 +350,6 @@ def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping
     if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems, cure)
     return match
-
-
-def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
-    """Return the tensors to initialise in a load of a state dict; parameters that it lacks stay, as with torch.
-
-    These are non-persistent buffers on meta, which no state dict holds. A buffer without a rule is an error under
-    `strict`, and otherwise stays on meta: the module's owner may set it.
-    """
-    names = tuple(name for name in keys.initialise if name not in keys.missing)
-    if loading.strict or not missing_rules(module, names, loading.seed):
-        return names
-    return tuple(name for name in names if not missing_rules(module, [name], loading.seed))
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest:
@@ -430,10 +411,10 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
     problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.
-        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
-        extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
+        targets = (*keys.targets.values(), *keys.doubled)
+        extents = {target.fqn: extents_of(match.checkpoint, target) for target in targets}
         with FileReader(match.checkpoint.files) as reader:
-            source = make_source(match, reader, extents, targets, loading)
+            source = make_source(match, reader, extents, loading)
 
             def read(fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
                 source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
@@ -446,14 +427,16 @@ def make_source(
     match: CheckpointMatch | None,
     reader: FileReader,
     extents: Mapping[str, Extents],
-    targets: Mapping[str, Target],
     loading: Loading,
     checksums: Checksums | None = None,
     piece_bytes: int | None = None,
 ) -> TensorSource:
     """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
-    tensors = {} if match is None else match.checkpoint.tensors
     cache_bytes = loading.bucket_bytes or BUCKET_BYTES
-    if match is not None and match.state_dict is not None:
+    if match is None:
+        return CheckpointSource({}, extents, {}, cache_bytes, reader, checksums, piece_bytes)
+    tensors = match.checkpoint.tensors
+    targets = {**match.keys.targets, **{target.fqn: target for target in match.keys.doubled}}
+    if match.state_dict is not None:
         return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
     return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, piece_bytes)

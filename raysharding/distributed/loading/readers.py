@@ -69,12 +69,10 @@ class FileVisibility:
 
     host: Sequence[str]
     """See `host_identity`."""
-    sees: bool
-    """True if the rank can open all files."""
-    is_same: bool
-    """True if the inodes are rank 0's."""
-    why_not: str
-    """Why a file is not visible."""
+    is_same: bool = False
+    """True if the files are known to be rank 0's, from their inodes or the hub's commit."""
+    why_not: str = ""
+    """Why a file cannot be opened; empty if all can."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +129,16 @@ def check_visibility(
         return None, ()
     host = tuple(host_identity())
     if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
-        return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
+        return FileVisibility(host, is_same=True), there.files
     try:
         if _is_pinned(there.files):
             for file in there.files:  # one request, for the listing
                 require_file(storage_of(file.path).find(file.path), file.path)
-            return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
+            return FileVisibility(host, is_same=True), there.files
         found = tuple(identify_files([file.path for file in there.files]))
-        return FileVisibility(host, sees=True, is_same=False, why_not=""), found
+        return FileVisibility(host), found
     except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one sees
-        return FileVisibility(host, sees=False, is_same=False, why_not=str(error)), ()
+        return FileVisibility(host, why_not=str(error) or repr(error)), ()
 
 
 def plan_reads(
@@ -166,11 +164,11 @@ def plan_reads(
     transport = "local" if loading.mmap else loading.transport
     if not by_rank:
         return ReadPlan(transport, (0,), "asked for")
-    if not by_rank[0].sees:
+    if by_rank[0].why_not:
         raise CheckpointError(f"rank 0 lost sight of it: {by_rank[0].why_not}", path=there.files[0].path)
-    if any(item.sees and not item.is_same for item in by_rank):
+    if any(not (item.is_same or item.why_not) for item in by_rank):
         _require_same_content(found, by_rank, there)
-    seeing = tuple(rank for rank, item in enumerate(by_rank) if item.sees)
+    seeing = tuple(rank for rank, item in enumerate(by_rank) if not item.why_not)
     _require_enough(loading, seeing, by_rank, there.files[0].path)
     wanted = loading.num_readers or len(seeing)
     if loading.num_readers is None and is_remote(there.files[0].path):
@@ -198,7 +196,7 @@ def _require_same_content(
     except Exception as raised:  # noqa: BLE001 - the other ranks wait
         error = raised
     digests = agree(error, digest)
-    differing = [rank for rank, item in enumerate(by_rank) if item.sees and digests[rank] != digests[0]]
+    differing = [rank for rank, item in enumerate(by_rank) if not item.why_not and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
             f"{_named(differing, by_rank)} see other content under this path than {_named([0], by_rank)}: copy the "
