@@ -418,7 +418,7 @@ class Worker:
         self.trainer.fit_end()
         for token in list(self._copies):
             self._forget_copy(token)
-        self.predictor.end()
+        self.predictor.predict_end()
         self._forwarding = self.mesh = None
         self.status.drop()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -148,34 +149,26 @@ def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], 
         tell_fsdp(module)
 
     try:
-        _require_sound_groups(module)  # the result is the same on every rank: no exchange is needed
+        _require_unused_buffers(module)  # the result is the same on every rank: no exchange is needed
     except PlanError:
         restore()
         raise
     return restore
 
 
-def _require_sound_groups(module: nn.Module) -> None:
-    """Raise for dtypes that FSDP2 would fail on in the next forward.
+def _require_unused_buffers(module: nn.Module) -> None:
+    """Check that no FSDP group has buffers in another dtype: FSDP2 allocates them in the first forward, and keeps them.
 
     Raises:
-        PlanError: A group would mix trainable dtypes, or has buffers in the dtype of its first forward.
+        PlanError: A group has.
     """
-    cure = "pass assign=False, which keeps the module's dtypes"
     for name, submodule in named_submodules(module):
-        group_name = name.removesuffix(".") or "the root"
-        for group in parameter_groups(submodule):
-            dtypes = sorted({str(item.shard.dtype) for item in group if item.shard.requires_grad})
-            if len(dtypes) > 1:
-                what = f"assign=True would give the FSDP group of {group_name} parameters of {' and '.join(dtypes)}"
-                raise PlanError(f"{what}, and a group must have one dtype: {cure}")
-            for item in group:
-                # FSDP2 allocates its buffers in the first forward, and keeps them.
-                if item.full is not None and item.stored_dtype != item.shard.dtype:
-                    what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
-                    raise PlanError(
-                        f"{what}{item.shard.dtype}, but it ran already: do so before the first forward, or {cure}"
-                    )
+        for item in chain.from_iterable(parameter_groups(submodule)):
+            if item.full is not None and item.stored_dtype != item.shard.dtype:
+                group_name = name.removesuffix(".") or "the root"
+                what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
+                cure = "do so before the first forward, or pass assign=False, which keeps the module's dtypes"
+                raise PlanError(f"{what}{item.shard.dtype}, but it ran already: {cure}")
 
 
 def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
