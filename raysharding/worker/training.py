@@ -480,18 +480,14 @@ def _check_own_saves(directory: str, here: Position) -> bool:
         path = join_path(directory, name)
         if not _STEP_NAME.fullmatch(name) or is_left_over(path):
             continue
-        number = int(name.removeprefix("step-"))
-        if number < here.num_steps and not is_checkpoint(path):
-            continue
-        if not is_checkpoint(path):
-            check_destination(path, overwrite=True)  # files that the user added to a save that was removed
-        found = position_of(path)
-        if found is None or found.run != here.run:
+        is_save, number = is_checkpoint(path), int(name.removeprefix("step-"))
+        found = position_of(path) if is_save else None
+        if is_save and (found is None or found.run != here.run):
             what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"
             raise CheckpointError(what, path=directory)
         # The same save has another epoch, and step of it, if an epoch's end was found after it.
-        is_same = (found.num_steps, found.loss, found.evaluations) == (here.num_steps, here.loss, here.evaluations)
-        is_held = number == here.num_steps and is_same and is_checkpoint(path)
+        same = (here.num_steps, here.num_steps, here.loss, here.evaluations)
+        is_held = found is not None and (number, found.num_steps, found.loss, found.evaluations) == same
         has_save = has_save or is_held
         if number >= here.num_steps and not is_held:
             check_destination(path, overwrite=True)

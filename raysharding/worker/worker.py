@@ -96,10 +96,6 @@ class Worker:
         """The optimizer over the rank's shards; `None` if none is set."""
         return self.status.optimizer
 
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.status.optimizer = optimizer
-
     def build(
         self,
         model: str | Callable[[], nn.Module] | None,

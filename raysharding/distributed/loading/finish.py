@@ -23,7 +23,6 @@ from raysharding.models import Initialiser, first_magnitude, magnitude_layer
 
 CHUNK_BYTES = 4 << 20
 """Bytes per chunk of a check, which fit into the cache."""
-_MAX_LINES = 20
 
 
 def finish(
@@ -147,14 +146,8 @@ def _compare_checksums(
             assert manifest is not None, "verify='full' does not get here without one"
             keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
             if lines := mismatches(manifest, whole, keys):
-                what = f"{len(lines)} tensors are not what was saved: restore the files{_listed(lines)}"
-                raise CheckpointError(what, path=plan.outline.checkpoint)
-
-
-def _listed(lines: Sequence[str]) -> str:
-    """Return the first lines, each indented on a line of its own."""
-    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    return "".join(f"\n  {line}" for line in [*lines[:_MAX_LINES], *more])
+                what = f"{len(lines)} tensors are not what was saved: restore the files"
+                raise CheckpointError("\n  ".join((what, *lines)), path=plan.outline.checkpoint)
 
 
 def _merged(own: Checksums) -> Checksums:
@@ -196,8 +189,8 @@ def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
             differing.append(f"{name}: {whole.problem(name, num_bytes)}")
         text.update(f"{name} {value}\n".encode())
     if differing:
-        what = f"ranks hold different values of {len(differing)} tensors:{_listed(differing)}"
-        raise CheckpointError(what, path=path)
+        what = f"ranks hold different values of {len(differing)} tensors:"
+        raise CheckpointError("\n  ".join((what, *differing)), path=path)
     return text.hexdigest()[:16]
 
 

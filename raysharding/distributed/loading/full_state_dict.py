@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +91,11 @@ def load_full_tensors(
     origin = Rank0StateDict(values, extra.mismatches)
     with ExitStack() as undo:
         if assign:
-            undo.callback(_take_dtypes(module, origin))
+            reshard(module)
+            # Rank 0 alone knows them, and every rank must plan with the same.
+            incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(origin.dtypes).items()}
+            undo.callback(_replace(module, incoming))
+            _require_sound_groups(module)  # the result is the same on every rank: no exchange is needed
         report = load_from(module, origin, Loading(transport="scatter", strict=strict), silent, timeout_s)
         undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
@@ -127,52 +130,35 @@ def distribute_state_dict(
     return {name: found[name] for name in tensors}
 
 
-def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], None]:
-    """Put tensors on meta, of the incoming dtypes, in the place of those that the state dict names; collective.
+def _require_sound_groups(module: nn.Module) -> None:
+    """Raise for dtypes that FSDP2 would fail on in the next forward.
+
+    Raises:
+        PlanError: A group would mix trainable dtypes, or has buffers in the dtype of its first forward.
+    """
+    cure = "pass assign=False, which keeps the module's dtypes"
+    for name, submodule in named_submodules(module):
+        group_name = name.removesuffix(".") or "the root"
+        for group in parameter_groups(submodule):
+            dtypes = sorted({str(item.shard.dtype) for item in group if item.shard.requires_grad})
+            if len(dtypes) > 1:
+                what = f"assign=True would give the FSDP group of {group_name} parameters of {' and '.join(dtypes)}"
+                raise PlanError(f"{what}, and a group must have one dtype: {cure}")
+            for item in group:
+                # FSDP2 allocates its buffers in the first forward, and keeps them.
+                if item.full is not None and item.stored_dtype != item.shard.dtype:
+                    what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
+                    raise PlanError(
+                        f"{what}{item.shard.dtype}, but it ran already: do so before the first forward, or {cure}"
+                    )
+
+
+def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    """Replace tensors by tensors on meta; a tied tensor under all its names, in the dtype of its incoming name.
 
     Returns:
         A function that puts the old ones back.
     """
-    reshard(module)
-
-    def dtypes() -> dict[str, str]:
-        infos = state_dict.as_checkpoint().tensors
-        return {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
-
-    # Rank 0 alone knows them, and every rank must plan with the same.
-    incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(dtypes).items()}
-    replaced = _replace(module, incoming)
-
-    def restore() -> None:
-        for table, name, tensor in replaced:
-            table[name] = tensor
-        tell_fsdp(module)
-
-    try:
-        _require_unused_buffers(module)  # the result is the same on every rank: no exchange is needed
-    except PlanError:
-        restore()
-        raise
-    return restore
-
-
-def _require_unused_buffers(module: nn.Module) -> None:
-    """Check that no FSDP group has buffers in another dtype: FSDP2 allocates them in the first forward, and keeps them.
-
-    Raises:
-        PlanError: A group has.
-    """
-    for name, submodule in named_submodules(module):
-        for item in chain.from_iterable(parameter_groups(submodule)):
-            if item.full is not None and item.stored_dtype != item.shard.dtype:
-                group_name = name.removesuffix(".") or "the root"
-                what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
-                cure = "do so before the first forward, or pass assign=False, which keeps the module's dtypes"
-                raise PlanError(f"{what}{item.shard.dtype}, but it ran already: {cure}")
-
-
-def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replace tensors by tensors on meta; a tied tensor under all its names, in the dtype of its incoming name."""
     places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
     wanted: dict[torch.Tensor, torch.dtype] = {}
     for prefix, submodule in named_submodules(module, aliases=True):
@@ -186,15 +172,20 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tup
                 found = incoming.get(clean_name(prefix) + name)
                 if found is not None and category(found) == category(tensor.dtype):
                     wanted.setdefault(tensor, found)
-    replaced = []
     for tensor, dtype in wanted.items():
         new = meta_like(tensor, dtype)
         new.__dict__.update(tensor.__dict__)
         for table, name in places[tensor]:
-            replaced.append((table, name, tensor))
             table[name] = new
     tell_fsdp(module)
-    return replaced
+
+    def restore() -> None:
+        for tensor in wanted:
+            for table, name in places[tensor]:
+                table[name] = tensor
+        tell_fsdp(module)
+
+    return restore
 
 
 def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from typing import Any
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, identify_files
 from raysharding.checkpoint.storage import HubPath, file_system_type, is_remote, require_file, split_path, storage_of
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agreeing, all_gather_json
 from raysharding.distributed.transfer import REMOTE_GAP_BYTES, host_identity
 from raysharding.errors import CheckpointError
 
@@ -159,7 +159,7 @@ def plan_reads(
         piece_bytes: Bytes of a rank's part of a tensor, on average.
 
     Raises:
-        CheckpointError: On every rank, if ranks see different content under one path, or too few see the files.
+        CheckpointError: On every rank, if ranks see different content under one path, or one that must read sees none.
     """
     transport = "local" if loading.mmap else loading.transport
     if not by_rank:
@@ -169,7 +169,14 @@ def plan_reads(
     if any(not (item.is_same or item.why_not) for item in by_rank):
         _require_same_content(found, by_rank, there)
     seeing = tuple(rank for rank, item in enumerate(by_rank) if not item.why_not)
-    _require_enough(loading, seeing, by_rank, there.files[0].path)
+    blind = [rank for rank, item in enumerate(by_rank) if item.why_not]
+    if transport == "local" and blind:
+        asked = "mmap=True" if loading.mmap else "transport='local'"
+        raise CheckpointError(
+            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
+            "every node, or use transport='auto' without mmap",
+            path=there.files[0].path,
+        )
     wanted = loading.num_readers or len(seeing)
     if loading.num_readers is None and is_remote(there.files[0].path):
         # A request takes as long as some bytes: each reader gets whole ones, though it sends parts of them on.
@@ -190,12 +197,9 @@ def _require_same_content(
 ) -> None:
     """Compare the files of ranks with other inodes than rank 0; collective."""
     # Every rank calls this, without files too: the others would wait in the exchange.
-    digest, error = "", None
-    try:
+    with agreeing():
         digest = _digest(found) if found else ""
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait
-        error = raised
-    digests = agree(error, digest)
+    digests = all_gather_json(digest)
     differing = [rank for rank, item in enumerate(by_rank) if not item.why_not and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
@@ -218,23 +222,6 @@ def _digest(files: Sequence[CheckpointFile]) -> str:
                 reader.read_into(index, first, memoryview(data))
                 text.update(data)
     return text.hexdigest()
-
-
-def _require_enough(loading: Loading, seeing: Sequence[int], by_rank: Sequence[FileVisibility], path: str) -> None:
-    blind = [rank for rank in range(len(by_rank)) if rank not in seeing]
-    if (loading.mmap or loading.transport == "local") and blind:
-        asked = "mmap=True" if loading.mmap else "transport='local'"
-        raise CheckpointError(
-            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
-            "every node, or use transport='auto' without mmap",
-            path=path,
-        )
-    if loading.num_readers is not None and loading.num_readers > len(seeing):
-        raise CheckpointError(
-            f"num_readers={loading.num_readers}, but only {_named(seeing, by_rank)} can read it: leave num_readers out "
-            "to have all that can",
-            path=path,
-        )
 
 
 def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:

@@ -34,6 +34,10 @@ class Rank0StateDict:
     mismatches: Sequence[str] = ()
     """Mismatches of extra state under `strict`, a line each."""
 
+    def dtypes(self) -> dict[str, str]:
+        """Return key → name of the dtype of its tensor; raises as `as_checkpoint`."""
+        return {key: str(info.dtype).removeprefix("torch.") for key, info in self.as_checkpoint().tensors.items()}
+
     def as_checkpoint(self) -> Checkpoint:
         """Return a checkpoint without files, whose tensors follow each other.
 
