@@ -25,6 +25,7 @@ from raysharding.distributed.fully_shard import (
     parameter_groups,
     reshard,
     tell_fsdp,
+    tensor_slots,
 )
 from raysharding.distributed.loading.load import load_from
 from raysharding.distributed.loading.plan import silent
@@ -159,30 +160,22 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> Callable
     Returns:
         A function that puts the old ones back.
     """
-    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
-    wanted: dict[torch.Tensor, torch.dtype] = {}
+    new: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, submodule in named_submodules(module, aliases=True):
-        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                places.setdefault(tensor, []).append((table, name))
-                # The plan reports another kind of dtype as a mismatch.
-                found = incoming.get(clean_name(prefix) + name)
-                if found is not None and category(found) == category(tensor.dtype):
-                    wanted.setdefault(tensor, found)
-    for tensor, dtype in wanted.items():
-        new = meta_like(tensor, dtype)
-        new.__dict__.update(tensor.__dict__)
-        for table, name in places[tensor]:
-            table[name] = new
+        for _, name, tensor in tensor_slots([submodule]):
+            dtype = incoming.get(clean_name(prefix) + name)
+            # The plan reports another kind of dtype as a mismatch.
+            if dtype is not None and category(dtype) == category(tensor.dtype) and tensor not in new:
+                new[tensor] = meta_like(tensor, dtype)
+                new[tensor].__dict__.update(tensor.__dict__)
+    slots = [slot for slot in tensor_slots(one for _, one in named_submodules(module)) if slot[2] in new]
+    for table, name, tensor in slots:
+        table[name] = new[tensor]
     tell_fsdp(module)
 
     def restore() -> None:
-        for tensor in wanted:
-            for table, name in places[tensor]:
-                table[name] = tensor
+        for table, name, tensor in slots:
+            table[name] = tensor
         tell_fsdp(module)
 
     return restore

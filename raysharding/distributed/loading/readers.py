@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,35 +32,30 @@ class FileLocations:
 
     files: tuple[CheckpointFile, ...]
     """The checkpoint's files."""
-    host: tuple[str, ...]
+    host: Sequence[str]
     """See `host_identity`."""
-    inodes: tuple[tuple[int, int], ...]
-    """(device, inode) of each local file; empty for remote files."""
+    inodes: Sequence[Sequence[int]]
+    """[device, inode] of each local file; empty for remote files."""
     file_system: str
     """Type of the first file's file system."""
 
     @classmethod
     def of(cls, files: Sequence[CheckpointFile]) -> FileLocations:
         """Return the locations as this process sees them."""
-        return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
+        return cls(tuple(files), host_identity(), _inodes(files), file_system_type(files[0].path))
 
     @classmethod
-    def from_json(cls, value: Any) -> FileLocations:
+    def from_json(cls, value: Mapping[str, Any]) -> FileLocations:
         """Make locations from JSON."""
-        files = tuple(CheckpointFile(**file) for file in value["files"])
-        inodes = tuple((device, inode) for device, inode in value["inodes"])
-        return cls(files, tuple(value["host"]), inodes, value["file_system"])
+        return cls(**{**value, "files": tuple(CheckpointFile(**file) for file in value["files"])})
 
 
-def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
-    """Return (device, inode) of each file; empty if a file is remote or unreadable."""
-    if not all(not is_remote(file.path) and os.access(file.path, os.R_OK) for file in files):
-        return ()
-    try:
-        found = [os.stat(file.path) for file in files]
-    except OSError:
-        return ()
-    return tuple((status.st_dev, status.st_ino) for status in found)
+def _inodes(files: Sequence[CheckpointFile]) -> list[list[int]]:
+    """Return [device, inode] of each file; nothing if a file is remote or unreadable."""
+    if any(is_remote(file.path) or not os.access(file.path, os.R_OK) for file in files):
+        return []
+    found = [os.stat(file.path) for file in files]
+    return [[status.st_dev, status.st_ino] for status in found]
 
 
 @dataclass(frozen=True)
@@ -127,10 +122,10 @@ def check_visibility(
     """
     if rank_0_reads(loading):
         return None, ()
-    host = tuple(host_identity())
-    if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
-        return FileVisibility(host, is_same=True), there.files
+    host = host_identity()
     try:
+        if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
+            return FileVisibility(host, is_same=True), there.files
         if _is_pinned(there.files):
             for file in there.files:  # one request, for the listing
                 require_file(storage_of(file.path).find(file.path), file.path)
