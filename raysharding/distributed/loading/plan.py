@@ -254,8 +254,10 @@ def agree_on_plan(proposal: Proposal | None, error: Exception | None, context: L
     wanted = None if reads_for_others else (shards.shard_index,)
     alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and context.device.type == "cpu"
     fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
-    first_bytes = _bucket_bytes(loading, read_plan, shards, alone and all(fits[:num_ranged]))
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
+    first_bytes = loading.bucket_bytes or (STRAIGHT_BYTES if alone and all(fits[:num_ranged]) else BUCKET_BYTES)
+    if read_plan.transport == "local":  # parts of ranks that all read for themselves share only the bucket's number
+        first_bytes *= shards.num_shards
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     return LoadPlan(
         outline,
@@ -303,13 +305,6 @@ def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str
     if outline.extents is None:
         return {}
     return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
-
-
-def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, straight: bool) -> int:
-    """Return the size of a bucket. Parts of ranks that all read for themselves share only the bucket's number."""
-    if read_plan.transport != "local":
-        return loading.bucket_bytes or BUCKET_BYTES
-    return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
 def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping[str, TensorLayout]) -> CheckpointMatch:
