@@ -307,7 +307,7 @@ class Loading:
     """On CPUs: ranks on a reader's host read their parts from the reader's buckets in shared memory instead of
     receiving them through a socket. Ranks that cannot map the buckets still use the socket. Default yes."""
     num_readers: int | None = None
-    """Number of ranks that read the files and send to the others, spread over the nodes that see the files. Default:
+    """Most ranks that read the files and send to the others, spread over the nodes that see the files. Default:
     rank 0 alone under `scatter` and `broadcast`; under `auto` all ranks that see the files, but fewer for small tensors
     in a store, of which a rank that read only its own parts would request each part."""
     mmap: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.fully_shard import inner_tensor, named_submodules, parameter_groups
 
-
-class Version(NamedTuple):
-    """State of a rank's module and optimizer, as far as changes to it can be detected."""
-
-    writes: int
-    """Number of in-place writes to this rank's shards, buffers and optimizer state so far."""
-    trained: tuple[bool, ...]
-    """`requires_grad` of each tensor."""
-    optimizer: int
-    """`id` of the optimizer, which may be replaced."""
-    hyperparameters: tuple[str, ...]
-    """The optimizer's hyperparameters, by group: a schedule sets them without a write to a tensor."""
+Version = tuple[object, ...]
+"""State of a rank's module and optimizer, as far as changes to it can be detected."""
 
 
 def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Version:
@@ -37,13 +27,12 @@ def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Versi
         optimizer: The optimizer over the module's parameters, if any.
     """
     held = list(_held(module))
-    kept = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
-    return Version(
-        sum(_writes(tensor) for tensor in (*held, *kept) if isinstance(tensor, torch.Tensor)),
-        tuple(tensor.requires_grad for tensor in held),
-        id(optimizer),
-        () if optimizer is None else tuple(map(_hyperparameters, optimizer.param_groups)),
-    )
+    trained = tuple(tensor.requires_grad for tensor in held)
+    if optimizer is None:
+        return sum(map(_writes, held)), trained
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    # A schedule sets hyperparameters without a write to a tensor; and the optimizer may be another one.
+    return sum(map(_writes, (*held, *kept))), trained, id(optimizer), *map(_hyperparameters, optimizer.param_groups)
 
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raysharding.batch import RankBatch
 from raysharding.data import schema_as_text
 from raysharding.distributed.training import Prediction, PredictPlan
 from raysharding.models import InputBounds
@@ -55,39 +56,39 @@ class Predictor:
         self._status = status
         self._run: Prediction | None = None
 
-    def begin(self, plan: PredictPlan) -> PredictStart:
+    def predict_begin(self, plan: PredictPlan) -> PredictStart:
         """Open the data and the output; see `Prediction`. Collective. Ends an earlier run that was not ended.
 
         Raises:
             DataError: On every rank: the data cannot be read, or the output holds something else.
         """
         with self._status.running("forward", "predict"):
-            self.end()
+            self.predict_end()
             module = self._status.module
             self._run = run = Prediction(plan, self._status.device, InputBounds.of(module), module)
-            numbers = run.num_rows, run.num_done, len(run.parts), run.is_over
-            return PredictStart(*numbers, self._status.in_files)
+            return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.in_files)
 
-    def steps(self, num_steps: int) -> PredictSteps:
+    def predict_steps(self, num_steps: int) -> PredictSteps:
         """Take forwards; see `Prediction.steps`. Collective."""
         with self._status.running("forward", "predict"):
-            run = self._begun
+            run = self._run
+            assert run is not None, "predict_begin comes first"
             num_taken, num_rows = run.steps(self._status.module, num_steps)
             finished = tuple((part.start, table.nbytes, schema_as_text(table.schema)) for part, table in run.finished)
             return PredictSteps(num_taken, num_rows, finished, run.is_over, run.dropped)
 
-    def take(self) -> Any:
-        """Return the table of the part that this rank has finished, and let go of it; `None` without one."""
-        finished, self._begun.finished = self._begun.finished, []
+    def predict_take(self, batch: RankBatch) -> Any:
+        """Return the table of the part that this rank has finished, and let go of it; `None` without one.
+
+        Args:
+            batch: An empty one: the caller wants a value of each rank.
+        """
+        assert self._run is not None, "predict_begin comes first"
+        finished, self._run.finished = self._run.finished, []
         return finished[0][1] if finished else None
 
-    def end(self) -> None:
+    def predict_end(self) -> None:
         """Let go of data and output. No collective."""
         if self._run is not None:
             self._run.close()
             self._run = None
-
-    @property
-    def _begun(self) -> Prediction:
-        assert self._run is not None, "begin comes first"
-        return self._run

@@ -20,13 +20,7 @@ from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable,
 from raysharding.distributed.saving import AsyncSaver
 from raysharding.distributed.training import Accumulation
 from raysharding.distributed.transfer import resident_bytes
-from raysharding.worker.changes import Version, version
-
-# Calls that change weights or optimizer. `call(fn)` may change both too; its writes are detected.
-_CHANGING = ("load", "copy_from", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
-
-# Those of `_CHANGING` whose results a restart from the files would lose.
-_TRAINING = ("train_step", "optim_step", "fit_step", "copy_from")
+from raysharding.worker.changes import Version
 
 _NO_GROUP = (
     "{name} has destroyed a process group of the ranks, without which they cannot communicate. "
@@ -44,19 +38,15 @@ class RankStatus:
 
     Args:
         rank: Global rank.
-        world_size: Number of ranks.
         local_rank: Rank within the node.
         device: Where the module computes.
         stall_s: Longest silence of a peer during a load, save or gather, in seconds.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
-    ) -> None:
+    def __init__(self, rank: int, local_rank: int, device: torch.device, stall_s: float) -> None:
         self.rank = rank
-        self.world_size = world_size
         self.local_rank = local_rank
-        self.device = torch.device(device)
+        self.device = device
         self.stall_s = stall_s
         self.sharding = Sharding()
         self.loading = Loading()
@@ -64,8 +54,6 @@ class RankStatus:
         self.loaded: str | None = None
         """The checkpoint that the weights came from."""
         self.saver = AsyncSaver()
-        self.is_saved = True
-        """True if the rank's current state was loaded, or saved in the foreground; see `in_files`."""
         self.phase = "rendezvous"
         """What the running call does: `rendezvous`, `plan`, `stream`, `finalize`, `save`, or the name of its method;
         between calls `ready`, at the end `closed`."""
@@ -77,10 +65,12 @@ class RankStatus:
         """True if later steps will be correct."""
         self.whole = True
         """True if no weights or optimizer state are partially changed."""
-        self.num_changes = 0
-        """Number of changes to weights or optimizer."""
-        self.copied: int | None = None
-        """`num_changes` when the last background save copied weights and optimizer; `None` if it saves no optimizer."""
+        self.weights_version = 0
+        """Number of changes to weights or optimizer that a restart from the files of before would lose."""
+        self.saved_version = 0
+        """Version that was loaded last, or saved in the foreground."""
+        self.copied_version: int | None = None
+        """Version that the last background save copied; `None` if it saves no optimizer."""
         self.accumulation = Accumulation()
         """The passes since the last update."""
         self.is_spent = True
@@ -92,7 +82,6 @@ class RankStatus:
         self._counters: tuple[Callable[[], int], ...] = ()
         self._num_messages = 0
         self._module: nn.Module | None = None
-        self._mesh: DeviceMesh | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -100,18 +89,6 @@ class RankStatus:
         if self._module is None:
             raise RuntimeError(f"rank {self.rank} has no module yet: call build() first")
         return self._module
-
-    @property
-    def has_module(self) -> bool:
-        """Return True if the module is built."""
-        return self._module is not None
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh that the module is sharded over."""
-        if self._mesh is None:
-            raise RuntimeError(f"rank {self.rank} has no device mesh yet: call build() first")
-        return self._mesh
 
     def __call__(self) -> dict[str, Any]:
         """Return this rank's status as plain data. Safe from any thread; never waits. No collective.
@@ -145,13 +122,9 @@ class RankStatus:
         """Leave messages out of `num_collectives`: gloo counts them, and ranks send and receive unlike numbers."""
         self._num_messages += 0 if is_accelerator(self.device) else number
 
-    def hold(self, module: nn.Module) -> None:
-        """Store the module, sharded over the mesh given to `use_mesh`."""
+    def hold(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Store the module, sharded over the mesh, and the process groups that commands need."""
         self._module = module
-
-    def use_mesh(self, mesh: DeviceMesh) -> None:
-        """Store the mesh, and the process groups that commands need."""
-        self._mesh = mesh
         assert dist.group.WORLD is not None, "the mesh is made of its ranks"
         self._groups = (dist.group.WORLD, *(group for group in mesh.get_all_groups() if group != dist.group.WORLD))
         # A mesh of one axis has the backend of the default group: it counts once.
@@ -159,8 +132,8 @@ class RankStatus:
         self._counters = tuple(counters)
 
     def drop(self) -> None:
-        """Release module, mesh and optimizer. No collective."""
-        self._module = self._mesh = self.optimizer = None
+        """Release module and optimizer. No collective."""
+        self._module = self.optimizer = None
         self._groups = self._counters = ()
         self.phase = "closed"
 
@@ -195,37 +168,26 @@ class RankStatus:
                 error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"
-        self.num_changes += name in _CHANGING
-        self.is_saved = self.is_saved and name not in _TRAINING
         if not self._has_groups():
             self.usable = False
             raise RuntimeError(_NO_GROUP.format(name=name))
 
     @property
     def in_files(self) -> bool:
-        """True if files hold the weights and optimizer: `is_saved`, or a background save of them has ended."""
-        return self.is_saved or (self.saver.last_committed is not None and self.copied == self.num_changes)
+        """True if files hold weights and optimizer: they were loaded or saved, and not changed since."""
+        committed = None if self.saver.last_committed is None else self.copied_version
+        return self.weights_version in (self.saved_version, committed)
 
     def forget_gradients(self) -> None:
         """Exclude the gradients of earlier passes from the next update."""
         self.accumulation, self.is_spent = Accumulation(), True
 
-    def version(self) -> Version | None:
-        """Return the current version of module and optimizer, to compare later; `None` before a module is built."""
-        return None if self._module is None else version(self._module, self.optimizer)
-
-    def follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
-        """Return a progress callback that updates the status, then calls `progress(bytes done, bytes in all)`."""
-
-        def follow(phase: str, done: int, total: int, tensor: str) -> None:
-            # `__call__` reads these from another thread; each is one assignment.
-            self.phase = phase
-            self.bytes_done, self.bytes_total = done, total
-            self.last_tensor = tensor or self.last_tensor
-            if progress is not None:
-                progress(done, total)
-
-        return follow
+    def follow(self, phase: str, done: int, total: int, tensor: str) -> None:
+        """Note the progress of a load, save or copy."""
+        # `__call__` reads these from another thread; each is one assignment.
+        self.phase = phase
+        self.bytes_done, self.bytes_total = done, total
+        self.last_tensor = tensor or self.last_tensor
 
     def on_device(self, batch: RankBatch) -> RankBatch:
         """Return the batch with its tensors on the module's device."""

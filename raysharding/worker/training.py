@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -106,7 +105,7 @@ class Trainer:
         factory: Callable[..., torch.optim.Optimizer],
         kwargs: Mapping[str, Any] | None = None,
         restore: bool = False,
-    ) -> None:
+    ) -> str | None:
         """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
 
         Args:
@@ -114,6 +113,9 @@ class Trainer:
             kwargs: Keyword arguments for `factory`.
             restore: Also restore the optimizer's state, the random generators and the position in the data, if the
                 checkpoint that was loaded last is a save by raysharding that holds these. Collective in that case.
+
+        Returns:
+            See `new_warning`.
 
         Raises:
             ValueError: `factory` did not return a torch optimizer.
@@ -124,8 +126,9 @@ class Trainer:
             if restore and self._status.loaded is not None:
                 state = self.plan_optimizer(self._status.loaded)
                 if state is not None:
-                    state.run(self._status.loading, self._status.follow(None), self._status.stall_s)
+                    state.run(self._status.loading, self._status.follow, self._status.stall_s)
                     self.position = load_training(self._status.loaded)
+        return self.new_warning()
 
     def set_scheduler(self, schedule: Schedule) -> tuple[str, str]:
         """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.
@@ -143,7 +146,7 @@ class Trainer:
         with self._status.running("call", "set_scheduler"):
             continues, inherited = attach_schedule(optimizer, schedule)
             # A restart from the files would go on with the schedule that was replaced.
-            self._status.is_saved = self._status.is_saved and not continues
+            self._status.weights_version += bool(continues)
             return continues, inherited
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
@@ -190,7 +193,7 @@ class Trainer:
         optimizer = self._require_optimizer("train_step")
         with self._status.running("train_step", "train_step"):
             self._status.forget_gradients()
-            return train_step(
+            metrics = train_step(
                 self._status.module,
                 optimizer,
                 self._status.on_device(batch),
@@ -199,6 +202,8 @@ class Trainer:
                 training=is_training(mode, default="train"),
                 gradient_accumulation_steps=gradient_accumulation_steps,
             )
+            self._status.weights_version += 1
+            return metrics
 
     def forward_backward(
         self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, sync: bool = True
@@ -235,7 +240,9 @@ class Trainer:
                 raise ValueError("there are no gradients since the last update: call forward_backward first")
             done = self._status.accumulation
             self._status.forget_gradients()
-            return optim_step(self._status.module, optimizer, done, max_grad_norm=max_grad_norm)
+            metrics = optim_step(self._status.module, optimizer, done, max_grad_norm=max_grad_norm)
+            self._status.weights_version += 1
+            return metrics
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last update, reduced or not. No collective, but every rank must call it."""
@@ -355,7 +362,6 @@ class Trainer:
         assert self._fit is not None, "fit_begin comes before fit_steps"
         self._steps = []
         for number in range(1, num_steps + 1):
-            before = self._status.num_changes, self._status.is_saved
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
@@ -363,8 +369,8 @@ class Trainer:
                     self._fit.settle()
                 self.position = self._fit.position
             if step_metrics is None:
-                self._status.num_changes, self._status.is_saved = before
                 return self._taken(is_over=True)
+            self._status.weights_version += 1
             self._steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
@@ -410,13 +416,19 @@ class Trainer:
             plan = plan or (self._fit.evaluation if self._fit else None)
             assert plan is not None, "fit_begin comes first"
             run = Evaluation(plan, self._status.device, InputBounds.of(module).for_loss(plan.loss), module)
-        generators = _Generators()
+        own: Mapping[str, Any] | None = None
         try:
             is_over = False
             while not is_over:
-                with self._status.running("forward", "evaluate"), generators.used():
-                    is_over = not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP))
-                    values = run.values() if is_over else None
+                with self._status.running("forward", "evaluate"):
+                    outer = random_state()
+                    restore_random_state(own or outer)
+                    try:
+                        is_over = not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP))
+                        values = run.values() if is_over else None
+                    finally:
+                        own = random_state()
+                        restore_random_state(outer)
                 yield values
         finally:
             self._dropped = run.data_loader.dropped
@@ -435,36 +447,16 @@ class Trainer:
         return taken
 
 
-class _Generators:
-    """Random generators of an evaluation, which other calls do not advance, and which advances none of theirs."""
-
-    def __init__(self) -> None:
-        self._own: Mapping[str, Any] | None = None
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Return a context in which this process's generators are those of the evaluation."""
-        outer = random_state()
-        if self._own is not None:
-            restore_random_state(self._own)
-        try:
-            yield
-        finally:
-            self._own = random_state()
-            restore_random_state(outer)
-
-
 def _agreed(position: Position | None) -> Position | None:
-    """Return the position that the ranks agree on; a rank that replaces a lost one has none. Collective.
+    """Return the position, after a check that it is the same on every rank. Collective.
 
     Raises:
         ValueError: On every rank: ranks are at different steps.
     """
     said = agree(None, None if position is None else position.as_dict())
-    known = [Position.from_dict(one) for one in said if one is not None]
-    if any(one != known[0] for one in known):
-        raise ValueError(f"ranks are at different steps of the run: {sorted(one.num_steps for one in known)}")
-    return known[0] if known else None
+    if any(one != said[0] for one in said):
+        raise ValueError(f"ranks are at different steps of the run: {[one and one['num_steps'] for one in said]}")
+    return position
 
 
 def _newest(directory: str) -> dict[str, Any] | None:
@@ -488,18 +480,14 @@ def _check_own_saves(directory: str, here: Position) -> bool:
         path = join_path(directory, name)
         if not _STEP_NAME.fullmatch(name) or is_left_over(path):
             continue
-        number = int(name.removeprefix("step-"))
-        if number < here.num_steps and not is_checkpoint(path):
-            continue
-        if not is_checkpoint(path):
-            check_destination(path, overwrite=True)  # files that the user added to a save that was removed
-        found = position_of(path)
-        if found is None or found.run != here.run:
+        is_save, number = is_checkpoint(path), int(name.removeprefix("step-"))
+        found = position_of(path) if is_save else None
+        if is_save and (found is None or found.run != here.run):
             what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"
             raise CheckpointError(what, path=directory)
         # The same save has another epoch, and step of it, if an epoch's end was found after it.
-        is_same = (found.num_steps, found.loss, found.evaluations) == (here.num_steps, here.loss, here.evaluations)
-        is_held = number == here.num_steps and is_same and is_checkpoint(path)
+        same = (here.num_steps, here.num_steps, here.loss, here.evaluations)
+        is_held = found is not None and (number, found.num_steps, found.loss, found.evaluations) == same
         has_save = has_save or is_held
         if number >= here.num_steps and not is_held:
             check_destination(path, overwrite=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
+from raysharding.worker.changes import version
 from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
@@ -70,7 +71,11 @@ class Worker:
     def __init__(
         self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
     ) -> None:
-        self.status = RankStatus(rank, world_size, local_rank, device, stall_s=stall_s)
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = torch.device(device)
+        self.mesh: DeviceMesh | None = None
+        """The device mesh that the module is sharded over; `None` before `build`."""
+        self.status = RankStatus(rank, local_rank, self.device, stall_s)
         self.trainer = Trainer(self.status)
         self.predictor = Predictor(self.status)
         self.checkpoint: Checkpoint | None = None
@@ -81,56 +86,15 @@ class Worker:
         self._copies: dict[str, WeightCopy] = {}
         self._stopped_copies: set[str] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        """Find in the trainer or the status what the worker itself has not, for functions given to `group.call`.
-
-        Raises:
-            AttributeError: Neither has it.
-        """
-        if not name.startswith("_") and name not in ("status", "trainer"):
-            for part in (self.trainer, self.status):
-                if hasattr(part, name):
-                    return getattr(part, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-        return self.status.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.status.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Rank within the node."""
-        return self.status.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the module computes on."""
-        return self.status.device
-
     @property
     def module(self) -> nn.Module:
         """The sharded root module."""
         return self.status.module
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh that the module is sharded over."""
-        return self.status.mesh
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer over the rank's shards; `None` if none is set."""
         return self.status.optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.status.optimizer = optimizer
 
     def build(
         self,
@@ -154,12 +118,12 @@ class Worker:
                     self._sidecars.read()
             status = self.status
             status.sharding, status.loading = sharding or Sharding(), loading or Loading()
-            status.use_mesh(init_mesh(self.device.type, status.sharding))
+            self.mesh = init_mesh(self.device.type, status.sharding)
             module = build_module(model, checkpoint, status.loading.dtype)
-            status.hold(shard_module(module, self.mesh, status.sharding))
+            status.hold(shard_module(module, self.mesh, status.sharding), self.mesh)
             self._forwarding = Forwarding(self.module)
 
-    def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
+    def load(self, path: str | None = None) -> LoadReport:
         """Stream a checkpoint into the module and, from a save by raysharding, into the optimizer. Collective.
 
         The optimizer's state includes the random generators and the position in the data.
@@ -167,41 +131,40 @@ class Worker:
         Args:
             path: Another checkpoint of the same model, or the model's adapters, which rank 0 can read; it reads a
                 snapshot that is not in its cache from the hub. Default: the checkpoint that the module was built for.
-            progress: Called with (bytes done, bytes in all) during the load.
 
         Raises:
             CheckpointError: On every rank.
             PlanError: On every rank; module and optimizer are unchanged.
         """
         assert self.checkpoint is not None, "build() comes before load()"
-        with self.status.running("plan", "load"):
-            moved = False
+        status, moved = self.status, False
+        with status.running("plan", "load"):
             try:
                 if path is not None:
                     path = from_rank_0(partial(seen_here, path))
-                options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
+                options: dict[str, Any] = {"progress": status.follow, "stall_s": status.stall_s}
                 # A relative path is the driver's, and not of this process's directory.
                 given = path or self.checkpoint.directory
                 # Before the weights: if the optimizer does not match, the weights must stay unchanged.
                 is_random = path is None and self.checkpoint.is_random
                 state = None if is_random else self.trainer.plan_optimizer(given)
                 origin = self.checkpoint if path is None else path
-                self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
+                self.load_report = load_checkpoint(self.module, origin, loading=status.loading, **options)
                 moved = True
-                # A base below adapters that stay: they are of other files, and as much in files as before.
-                kept, status = self.load_report.kept, self.status
-                status.loaded, status.is_saved = (None, status.in_files) if kept else (given, True)
+                status.loaded = None if self.load_report.kept else given
+                if not self.load_report.kept:  # adapters that stay are of other files, and as much in files as before
+                    status.saved_version = status.weights_version
                 self.trainer.position = None
                 if state is not None:
-                    state.run(self.status.loading, **options)
+                    state.run(status.loading, **options)
                     self.trainer.position = load_training(given)
             except Exception as error:
                 # Once bytes have moved, the old values are partially overwritten.
-                torn = moved or self.status.phase != "plan"
+                torn = moved or status.phase != "plan"
                 mark_recovery(error, usable=not torn, torn=torn)
                 raise
             self.module.eval()
-            self.status.whole = True
+            status.whole = True
             self.trainer.drop_gradients()
         return self.load_report
 
@@ -229,12 +192,13 @@ class Worker:
             if spec.key in self._stopped_copies:
                 copy.stop()  # the driver was faster than the call
             try:
-                figures = copy.run(self.module, spec, self.status.follow(None))
+                figures = copy.run(self.module, spec, self.status.follow)
             finally:
                 self._stopped_copies.discard(spec.key)
                 if copy.is_stopped:
                     self._forget_copy(spec.token)
             if not spec.is_source:
+                self.status.weights_version += 1
                 self.trainer.drop_gradients()
             return figures
 
@@ -305,28 +269,24 @@ class Worker:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         status, seen = self.status, self.status.seen
         with self.status.running("call", f"call({name})"):
-            if status.has_module:
-                # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
-                show_shards(self.module)
-            before = status.version() if seen is None else seen
+            # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
+            show_shards(self.module)
+            before = seen or version(self.module, self.optimizer)
             _current.append(self)
             try:
-                blocks = roots_before_blocks(self.module) if status.has_module else nullcontext()
-                with blocks, ExitStack() as self._streams:
+                with roots_before_blocks(self.module), ExitStack() as self._streams:
                     value = fn(*args, **(kwargs or {}))
             except BaseException as error:
                 # `fn` may have aborted a backward; FSDP2 would then leave later gradients unreduced.
-                if status.has_module:
-                    torn = status.version() != before
-                    mark_recovery(error, recover_after(error, self.module), torn=torn)
+                torn = version(self.module, self.optimizer) != before
+                mark_recovery(error, recover_after(error, self.module), torn=torn)
                 raise
             finally:
                 _current.pop()
                 self._streams = None
             status.is_spent = False  # `fn` may have run a backward of its own
-            status.seen = status.version()
-            status.num_changes += status.seen != before
-            status.is_saved = status.is_saved and status.seen == before
+            status.seen = version(self.module, self.optimizer)
+            status.weights_version += status.seen != before
             return value
 
     def reset(self) -> None:
@@ -408,95 +368,54 @@ class Worker:
         self,
         path: str,
         overwrite: bool = False,
-        progress: Callable[[int, int], None] | None = None,
         *,
+        async_save: bool = False,
         optimizer: bool = True,
         keep_last: int | None = None,
         dtype: torch.dtype | None = None,
         token: str | None = None,
-    ) -> SaveReport:
+    ) -> SaveReport | int:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
         Args:
             path: The directory to create.
             overwrite: Replace an existing directory.
-            progress: Called with (bytes done, bytes in all) during the save.
+            async_save: Return once the shards are in host memory, and write them in the background.
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
             keep_last: Number of saves of this series to keep, this one included; see `save_checkpoint`.
             dtype: Dtype of the floating tensors in the files; see `save_checkpoint`.
             token: See `Destination`.
-        """
-        with self.status.running("save", "save"):
-            follow = self.status.follow(progress)
-            destination = self._destination(path, overwrite, keep_last, dtype, token, follow)
-            state = self.optimizer if optimizer else None
-            report = begin_save(self.module, destination, state, self.trainer.position, self.status.stall_s).run(follow)
-            self.status.is_saved = self.status.is_saved or self._holds_all(state, dtype)
-            return report
-
-    def save_async(
-        self,
-        path: str,
-        overwrite: bool = False,
-        *,
-        optimizer: bool = True,
-        keep_last: int | None = None,
-        dtype: torch.dtype | None = None,
-        token: str | None = None,
-    ) -> int:
-        """Save as `save` does, but write in the background: return once the shards are in host memory. Collective.
-
-        Args:
-            path: As for `save`.
-            overwrite: As for `save`.
-            optimizer: As for `save`.
-            keep_last: As for `save`.
-            dtype: As for `save`.
-            token: As for `save`.
 
         Returns:
-            The number of the save, for `save_status`.
+            The report; of a save in the background its number, for `status.saver`.
         """
-        with self.status.running("save", "save"):
-            destination = self._destination(path, overwrite, keep_last, dtype, token, self.status.follow(None))
-            state = self.optimizer if optimizer else None
-            options: dict[str, Any] = {"position": self.trainer.position, "stall_s": self.status.stall_s}
-            number = self.status.saver.save(self.module, destination, optimizer=state, **options)
-            self.status.copied = self.status.num_changes if self._holds_all(state, dtype) else None
-            return number
-
-    def _holds_all(self, state: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> bool:
-        """Return True if a save holds what training continues from."""
-        return dtype is None and (state is not None or self.optimizer is None)
-
-    def save_status(self, number: int) -> BackgroundSave | None:
-        """Return the status of a background save; `None` if there is no such save. Safe from any thread."""
-        return self.status.saver.status(number)
-
-    def _destination(
-        self,
-        path: str,
-        overwrite: bool,
-        keep_last: int | None,
-        dtype: torch.dtype | None,
-        token: str | None,
-        follow: Callable[[str, int, int, str], None],
-    ) -> Destination:
-        """Return a save's destination after any background save has ended: only one save runs at a time."""
+        status = self.status
 
         def on_wait(save: BackgroundSave) -> None:
-            follow("save", save.bytes_done, save.bytes_total, "")  # while bytes move, the wait is not taken for a hang
+            status.follow("save", save.bytes_done, save.bytes_total, "")  # so the wait is not taken for a hang
 
-        self.status.saver.settle(on_wait)
-        return Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
+        with status.running("save", "save"):
+            status.saver.settle(on_wait)  # only one save runs at a time
+            destination = Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
+            state = self.optimizer if optimizer else None
+            what = self.module, destination, state, self.trainer.position, status.stall_s
+            holds_all = dtype is None and state is self.optimizer  # what training continues from
+            if async_save:
+                number = status.saver.save(*what)
+                status.copied_version = status.weights_version if holds_all else None
+                return number
+            report = begin_save(*what).run(status.follow)
+            if holds_all:
+                status.saved_version = status.weights_version
+            return report
 
     def close(self) -> None:
         """Release module and optimizer. No collective, so works after peers have ended."""
         self.trainer.fit_end()
         for token in list(self._copies):
             self._forget_copy(token)
-        self.predictor.end()
-        self._forwarding = None
+        self.predictor.predict_end()
+        self._forwarding = self.mesh = None
         self.status.drop()
 
     def _wants(self, out: Out | None) -> bool:

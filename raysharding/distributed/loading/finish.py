@@ -6,7 +6,7 @@ The checks are: values are finite, checksums match the manifest, replicas hold e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from raysharding.checkpoint import mismatches
 from raysharding.checkpoint.format import Checksums
-from raysharding.distributed.comm import agree, agreeing, all_gather_json, get_world_size
+from raysharding.distributed.comm import agreeing, all_gather_json, get_world_size
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, over_ranks_of, tensor_layout
 from raysharding.distributed.loading.plan import LoadContext, LoadPlan
 from raysharding.distributed.transfer import as_memory, full_memory, gather_into
@@ -23,7 +23,6 @@ from raysharding.models import Initialiser, first_magnitude, magnitude_layer
 
 CHUNK_BYTES = 4 << 20
 """Bytes per chunk of a check, which fit into the cache."""
-_MAX_LINES = 20
 
 
 def finish(
@@ -49,64 +48,35 @@ def finish(
         Exception: On every rank, if one failed: no rank keeps a module that seems loaded.
     """
     started = perf_counter()
-    if error is None:
-        error = _complete(context, plan, tensors)
-    layers = {name: magnitude_layer(context.module, name) for name in plan.outline.initialise}
-    if any(layers.values()):
-        agree(error)  # magnitudes are computed from all weights
-        _initialise_magnitudes(context, layers, tensors)
+    layers = {name: magnitude_layer(context.module, name) for name in plan.outline.initialised}
+    with agreeing():  # magnitudes are computed from all weights, and checksums of all bytes
+        if error is not None:
+            raise error
+        context.progress("finalize", plan.buckets.payload_bytes, plan.buckets.payload_bytes, "")
+        if ruled := [name for name, layer in layers.items() if layer is None]:
+            initialiser = Initialiser(context.module, context.loading.seed)
+            for name in ruled:
+                _keep_part(context, name, tensors[name], initialiser.value(name))
+        if context.loading.verify == "finite":
+            _check_finite(context, plan, tensors)
+    _initialise_magnitudes(context, layers, tensors)
     initialise_s = perf_counter() - started
-    digest = ""
     if context.checksums is not None:
-        agree(error)  # checksums need all bytes
-        error = _compare_checksums(context, context.checksums, plan, tensors)
-    if context.loading.digest:
-        agree(error)
-        digest = digest_module(tensors, plan.outline.checkpoint)
-    peak = context.peak
-    peak.sample()
+        _compare_checksums(context, context.checksums, plan, tensors)
+    digest = digest_module(tensors, plan.outline.checkpoint) if context.loading.digest else ""
+    context.peak.sample()
     held = [local_tensor(tensor) for tensor in tensors.values()]
     in_host = sum(tensor.nbytes for tensor in held if tensor.device.type == "cpu")
-    # Every rank calls `agree`, failed or not: the others would wait in it.
     own = {
         **measured,
         "digest": digest,
         "initialise_s": initialise_s,
         "shard_bytes": sum(tensor.nbytes for tensor in held),
-        "peak_extra_bytes": max(0, peak.host_bytes - in_host),
-        "peak_device_bytes": peak.device_bytes,
+        "peak_extra_bytes": max(0, context.peak.host_bytes - in_host),
+        "peak_device_bytes": context.peak.device_bytes,
         "seconds": perf_counter() - context.started,
     }
-    return agree(error, own)
-
-
-def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Initialise tensors that the checkpoint lacks, and check values. Not collective."""
-    total = plan.buckets.payload_bytes
-    context.progress("finalize", total, total, "")
-    try:
-        _initialise(context, plan.outline.initialise, tensors)
-        if context.loading.verify == "finite":
-            loaded = [fqn for fqn, _ in plan.outline.tensors]
-            check_finite(tensors, loaded, plan.outline.checkpoint, _checked(context, len(tensors)))
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-        return error
-    return None
-
-
-def _checked(context: LoadContext, num_tensors: int) -> Callable[[int, str], None]:
-    """Return a progress callback for checks, which take as long as a read if files are mapped."""
-    return lambda index, fqn: context.progress("finalize", index, num_tensors, fqn)
-
-
-def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Initialise tensors that the checkpoint lacks: full tensors by the module's rule, of which the shard is kept."""
-    if not names:
-        return
-    initialiser = Initialiser(context.module, context.loading.seed)
-    for name in names:
-        if magnitude_layer(context.module, name) is None:
-            _keep_part(context, name, tensors[name], initialiser.value(name))
+    return all_gather_json(own)
 
 
 def _keep_part(context: LoadContext, name: str, tensor: torch.Tensor, full: torch.Tensor) -> None:
@@ -131,22 +101,14 @@ def _initialise_magnitudes(
                 _keep_part(context, name, tensors[name], first_magnitude(layer, full))
 
 
-def check_finite(
-    tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str, on_tensor: Callable[[int, str], None]
-) -> None:
-    """Check this rank's shards of floating tensors for NaN and infinity. Not collective; takes no memory.
-
-    Args:
-        tensors: FQN → tensor of the module.
-        names: FQNs to check.
-        path: Checkpoint, for the error.
-        on_tensor: Called with number and FQN before each tensor.
+def _check_finite(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check this rank's shards of loaded floating tensors for NaN and infinity. Not collective; takes no memory.
 
     Raises:
         CheckpointError: A value is not finite; the error names tensor and element.
     """
-    for index, name in enumerate(names):
-        on_tensor(index, name)
+    for index, (name, _) in enumerate(plan.outline.tensors):
+        context.progress("finalize", index, len(tensors), name)  # takes as long as a read if files are mapped
         tensor = tensors[name]
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -158,36 +120,34 @@ def check_finite(
                 continue
             first = start + int(torch.isfinite(values).logical_not().nonzero()[0])
             what = f"element {first} of this rank's shard is {values[first - start].item()}: not finite"
-            raise CheckpointError(f"{what}; verify='header' loads it all the same", path=path, tensor=name)
+            raise CheckpointError(
+                f"{what}; verify='header' loads it all the same", path=plan.outline.checkpoint, tensor=name
+            )
 
 
 def _compare_checksums(
     context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
-) -> Exception | None:
+) -> None:
     """Compare the bytes that all ranks read or mapped with the manifest; collective.
 
-    Returns:
-        On rank 0, if bytes differ from those saved: the error, which lists the tensors.
+    Raises:
+        CheckpointError: On every rank: bytes differ from those saved; lists the tensors.
     """
-    on_tensor = _checked(context, len(tensors))
-    for index, (layout, extent) in enumerate(plan.mapped):
-        on_tensor(index, layout.fqn)
-        first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
-        offset = extent.offset - extent.key_offset + first
-        checksums.add(extent.key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
+    with agreeing():
+        for index, (layout, extent) in enumerate(plan.mapped):
+            context.progress("finalize", index, len(tensors), layout.fqn)
+            first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
+            offset = extent.offset - extent.key_offset + first
+            checksums.add(extent.key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
     whole = _merged(checksums)
-    if plan.match is None:
-        return None
-    manifest, targets = plan.match.manifest, plan.match.keys.targets
-    assert manifest is not None, "verify='full' does not get here without one"
-    keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
-    lines = mismatches(manifest, whole, keys)
-    if not lines:
-        return None
-    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    listed = "\n  ".join(lines[:_MAX_LINES] + more)
-    what = f"{len(lines)} tensors are not what was saved: restore the files\n  {listed}"
-    return CheckpointError(what, path=plan.outline.checkpoint)
+    with agreeing():
+        if plan.match is not None:
+            manifest, targets = plan.match.manifest, plan.match.keys.targets
+            assert manifest is not None, "verify='full' does not get here without one"
+            keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
+            if lines := mismatches(manifest, whole, keys):
+                what = f"{len(lines)} tensors are not what was saved: restore the files"
+                raise CheckpointError("\n  ".join((what, *lines)), path=plan.outline.checkpoint)
 
 
 def _merged(own: Checksums) -> Checksums:
@@ -229,8 +189,8 @@ def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
             differing.append(f"{name}: {whole.problem(name, num_bytes)}")
         text.update(f"{name} {value}\n".encode())
     if differing:
-        listed = "\n  ".join(differing[:_MAX_LINES])
-        raise CheckpointError(f"ranks hold different values of {len(differing)} tensors:\n  {listed}", path=path)
+        what = f"ranks hold different values of {len(differing)} tensors:"
+        raise CheckpointError("\n  ".join((what, *differing)), path=path)
     return text.hexdigest()[:16]
 
 

@@ -5,9 +5,9 @@ Extra state of modules (`get_extra_state`) is broadcast from rank 0 as JSON and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ from raysharding.distributed.fully_shard import (
     named_submodules,
     over_ranks_of,
     parameter_groups,
-    persistent_names,
     reshard,
     tell_fsdp,
+    tensor_slots,
 )
-from raysharding.distributed.loading.load import load_from_rank_0
-from raysharding.distributed.loading.state_dict_source import Rank0StateDict, why_refused
+from raysharding.distributed.loading.load import load_from
+from raysharding.distributed.loading.plan import silent
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict, is_extra_state, why_refused
 from raysharding.distributed.optim import decode, encode
 from raysharding.errors import PlanError
 from raysharding.models import category, clean_name
@@ -84,31 +85,22 @@ def load_full_tensors(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
 ) -> tuple[IncompatibleKeys, ExtraState]:
     """Load as `load_full_state_dict`, but return extra state for the caller to set, and call no hooks."""
+    if len(set(agree(None, assign))) > 1:  # ranks would run different collectives, and hang
+        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
     values = state_dict if get_rank() == 0 else {}
-    extra = _extra_state(module, values, assign)
-    origin = Rank0StateDict(values, extra.keys, extra.mismatches)
+    extra = distribute_extra_state(module, values)
+    origin = Rank0StateDict(values, extra.mismatches)
     with ExitStack() as undo:
         if assign:
-            undo.callback(_take_dtypes(module, origin))
-        report = load_from_rank_0(module, origin, Loading(transport="scatter", strict=strict), timeout_s)
+            reshard(module)
+            # Rank 0 alone knows them, and every rank must plan with the same.
+            incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(origin.dtypes).items()}
+            undo.callback(_replace(module, incoming))
+            _require_sound_groups(module)  # the result is the same on every rank: no exchange is needed
+        report = load_from(module, origin, Loading(transport="scatter", strict=strict), silent, timeout_s)
         undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
     return IncompatibleKeys(missing, unexpected), extra
-
-
-def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:
-    """Return rank 0's extra state, after a check that all ranks pass the same `assign`; collective."""
-    error: Exception | None = None
-    has_some = False
-    try:
-        has_some = bool(extra_state_owners(module) or extra_state_keys(state_dict, module))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    answers = agree(error, [assign, has_some])
-    # Every rank calls this: ranks with different `assign` would run different collectives, and hang.
-    if len({given for given, _ in answers}) > 1:
-        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
-    return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
 
 
 @over_ranks_of("tensors", "like")
@@ -139,35 +131,6 @@ def distribute_state_dict(
     return {name: found[name] for name in tensors}
 
 
-def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], None]:
-    """Put tensors on meta, of the incoming dtypes, in the place of those that the state dict names; collective.
-
-    Returns:
-        A function that puts the old ones back.
-    """
-    reshard(module)
-
-    def dtypes() -> dict[str, str]:
-        infos = state_dict.as_checkpoint().tensors
-        return {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
-
-    # Rank 0 alone knows them, and every rank must plan with the same.
-    incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(dtypes).items()}
-    replaced = _replace(module, incoming)
-
-    def restore() -> None:
-        for table, name, tensor in replaced:
-            table[name] = tensor
-        tell_fsdp(module)
-
-    try:
-        _require_sound_groups(module)  # the result is the same on every rank: no exchange is needed
-    except PlanError:
-        restore()
-        raise
-    return restore
-
-
 def _require_sound_groups(module: nn.Module) -> None:
     """Raise for dtypes that FSDP2 would fail on in the next forward.
 
@@ -191,30 +154,31 @@ def _require_sound_groups(module: nn.Module) -> None:
                     )
 
 
-def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replace tensors by tensors on meta; a tied tensor under all its names, in the dtype of its incoming name."""
-    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
-    wanted: dict[torch.Tensor, torch.dtype] = {}
+def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    """Replace tensors by tensors on meta; a tied tensor under all its names, in the dtype of its incoming name.
+
+    Returns:
+        A function that puts the old ones back.
+    """
+    new: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, submodule in named_submodules(module, aliases=True):
-        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                places.setdefault(tensor, []).append((table, name))
-                # The plan reports another kind of dtype as a mismatch.
-                found = incoming.get(clean_name(prefix) + name)
-                if found is not None and category(found) == category(tensor.dtype):
-                    wanted.setdefault(tensor, found)
-    replaced = []
-    for tensor, dtype in wanted.items():
-        new = meta_like(tensor, dtype)
-        new.__dict__.update(tensor.__dict__)
-        for table, name in places[tensor]:
-            replaced.append((table, name, tensor))
-            table[name] = new
+        for _, name, tensor in tensor_slots([submodule]):
+            dtype = incoming.get(clean_name(prefix) + name)
+            # The plan reports another kind of dtype as a mismatch.
+            if dtype is not None and category(dtype) == category(tensor.dtype) and tensor not in new:
+                new[tensor] = meta_like(tensor, dtype)
+                new[tensor].__dict__.update(tensor.__dict__)
+    slots = [slot for slot in tensor_slots(one for _, one in named_submodules(module)) if slot[2] in new]
+    for table, name, tensor in slots:
+        table[name] = new[tensor]
     tell_fsdp(module)
-    return replaced
+
+    def restore() -> None:
+        for table, name, tensor in slots:
+            table[name] = tensor
+        tell_fsdp(module)
+
+    return restore
 
 
 def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:
@@ -231,28 +195,16 @@ def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Mo
     }
 
 
-def extra_state_keys(state_dict: Collection[object], module: nn.Module) -> list[str]:
-    """Return the keys of extra state in a state dict, whether or not a module takes them; values are not accessed."""
-    found = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
-    own = persistent_names(module) if found else set()  # a tensor may have such a name
-    return [key for key in found if key not in own]
-
-
 @dataclass(frozen=True)
 class ExtraState:
     """Extra state of rank 0, the same on every rank."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     """Key → value, for `set_extra_state`."""
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...]
     """Keys that the module takes and rank 0's state dict lacks."""
-    unexpected: tuple[str, ...] = ()
+    unexpected: tuple[str, ...]
     """Keys that no module takes."""
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """Return the keys of all extra state in rank 0's state dict."""
-        return frozenset((*self.values, *self.unexpected))
 
     @property
     def mismatches(self) -> tuple[str, ...]:
@@ -291,7 +243,7 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
     def outline() -> dict[str, Any]:
         owners = extra_state_owners(module)
-        keys = extra_state_keys(state_dict, module)
+        keys = list(filter(is_extra_state, state_dict))
         values, problems = {}, []
         for key in keys:
             if key in owners:

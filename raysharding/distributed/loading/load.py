@@ -22,7 +22,7 @@ from raysharding.checkpoint import Checkpoint, FileReader
 from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing, is_accelerator
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -40,6 +40,7 @@ from raysharding.distributed.loading.plan import (
     LoadPlan,
     Origin,
     Progress,
+    Proposal,
     agree_on_plan,
     make_source,
     propose_load,
@@ -48,7 +49,6 @@ from raysharding.distributed.loading.plan import (
 from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
-    BUCKET_BYTES,
     JOB_BYTES,
     Broadcast,
     BucketStream,
@@ -114,21 +114,15 @@ def load_checkpoint(
         TimeoutError: On a reader, if nothing was read for `stall_s`; the other ranks time out later.
         RuntimeError: From the process group, if a rank died or is silent for `stall_s`.
     """
-    return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
-
-
-@over_ranks_of("module")
-def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loading, stall_s: float) -> LoadReport:
-    """Load as `load_checkpoint`, from rank 0's memory.
-
-    Tensors on meta that the state dict lacks stay on meta, except non-persistent buffers with a rule of their own.
-    """
-    return _load(module, state_dict, loading, silent, stall_s)
+    return load_from(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
 
 
 @paused_gc()
-def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progress, stall_s: float) -> LoadReport:
-    """Plan a load, and run its three steps: allocate, stream, finish. A failure in any of them undoes the first."""
+def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Progress, stall_s: float) -> LoadReport:
+    """Plan a load, and run its three steps: allocate, stream, finish. A failure in any of them undoes the first.
+
+    Tensors on meta that a state dict lacks stay on meta, except non-persistent buffers with a rule of their own.
+    """
     started = perf_counter()
     reshard(module)
     tensors, device = module_tensors(module), message_device(module)
@@ -138,23 +132,28 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
     shards, peak = ShardMap.of(tensors), MemoryPeak(device)
     context = LoadContext(module, loading, progress, stall_s, shards, device, peak, checksums, started)
     progress("plan", 0, 0, "")
-    proposal = propose_load(module, tensors, origin, loading)
     # Ranks allocate while rank 0 reads headers, unless memory depends on the plan (mapped files, a state dict).
     is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
+    proposal: Proposal | None = None
     error: Exception | None = None
+    memory: list[torch.Tensor] = []
     with ExitStack() as undo:
-        if is_early:
-            tensors, error = _allocate(context, tensors, None, undo)
-        memory = [local_tensor(tensor) for tensor in tensors.values()] if is_early else []
+        try:
+            proposal = propose_load(module, tensors, origin, loading)
+            if is_early:
+                tensors = _allocate(context, tensors, None, undo)
+                memory = [local_tensor(tensor) for tensor in tensors.values()]
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
+            error = raised
         fresh = is_fresh(memory)
         with prefault(memory if fresh else []):
-            plan = agree_on_plan(proposal, error, loading, shards, device)
+            plan = agree_on_plan(proposal, error, context)
             if shards.rank == 0:
                 reads = plan.read_plan
                 _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
             if not is_early:
-                tensors, error = _allocate(context, tensors, plan, undo)
-                agree(error)  # every rank calls this: the others would wait in the stream for a rank that failed
+                with agreeing():  # the others would wait in the stream for a rank that failed
+                    tensors = _allocate(context, tensors, plan, undo)
             error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
@@ -165,7 +164,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
 
 def _allocate(
     context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan | None, undo: ExitStack
-) -> tuple[dict[str, torch.Tensor], Exception | None]:
+) -> dict[str, torch.Tensor]:
     """Allocate or map the memory of the module. Not collective.
 
     Args:
@@ -175,22 +174,19 @@ def _allocate(
         undo: Moves the tensors back to meta after a failure, so that uninitialised values cannot be used.
 
     Returns:
-        FQN → current tensor of the module; and the error of this rank, which the ranks exchange before the stream.
+        FQN → current tensor of the module.
     """
-    try:
-        mapped = {}
-        if plan is not None and plan.mapped:
-            assert plan.files is not None, "every rank reads"
-            found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
-            mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
-        named = None
-        if plan is not None and plan.outline.file_locations is None:
-            named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
-            named.update(id(tensors[fqn]) for fqn in plan.outline.initialise)
-        undo.callback(materialize(context.module, context.device, mapped, named))
-    except (RuntimeError, MemoryError, CheckpointError) as error:
-        return tensors, error
-    return module_tensors(context.module), None
+    mapped = {}
+    if plan is not None and plan.mapped:
+        assert plan.files is not None, "every rank reads"
+        found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
+        mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
+    named = None
+    if plan is not None and plan.outline.file_locations is None:
+        named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
+        named.update(id(tensors[fqn]) for fqn in plan.outline.initialised)
+    undo.callback(materialize(context.module, context.device, mapped, named))
+    return module_tensors(context.module)
 
 
 def _stream(
@@ -207,26 +203,6 @@ def _stream(
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
     """
-    stream = _make_stream(context, plan, tensors, fresh)
-    started = perf_counter()
-    # From here on what was there may be overwritten, also before the first bucket is told of.
-    context.progress("stream", 0, 0, "")
-    error, read_bytes = _run(stream, context, plan)
-    return error, {
-        "plan_s": started - context.started,
-        "stream_s": perf_counter() - started,
-        "read_bytes": read_bytes,
-        "wire_bytes": stream.transport.wire_bytes,
-        "shared_bytes": stream.transport.shared_bytes,
-        "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in stream.slots),
-        **vars(stream.times),
-    }
-
-
-def _make_stream(
-    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
-) -> BucketStream:
-    """Set up transport and ring of this rank; collective, unless no rank needs a ring."""
     buckets = plan.buckets.buckets
     ends = list(accumulate(map(buckets.payload_bytes, range(len(buckets))), initial=0))
 
@@ -236,46 +212,54 @@ def _make_stream(
 
     local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
     transport, slots = _make_transport(context, plan, local_shards)
-    return BucketStream(
+    stream = BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
     )
+    started = perf_counter()
+    # From here on what was there may be overwritten, also before the first bucket is told of.
+    context.progress("stream", 0, 0, "")
+    error, read_bytes = _run(stream, context, plan)
+    return error, {
+        "plan_s": started - context.started,
+        "stream_s": perf_counter() - started,
+        "read_bytes": read_bytes,
+        "wire_bytes": transport.wire_bytes,
+        "shared_bytes": transport.shared_bytes,
+        "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in slots),
+        **vars(stream.times),
+    }
 
 
 def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make transport and ring of the plan; collective, unless no rank needs a ring."""
+    rank, buckets = context.shards.rank, plan.buckets.buckets
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
+    transport: BucketTransport
+    rings = SharedRings({}, {}, ())
     if plan.read_plan.transport == "broadcast":
         whole = plan.buckets.max_bucket_bytes
         slot = SlotBytes(whole if plan.files is not None else 0, whole)
-        return Broadcast(routes, context.stall_s), _make_ring(context, plan, slot)
-    # Only for host memory; NCCL uses shared memory itself.
-    is_host = context.device.type == "cpu"
-    shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
-    in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
-    converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
-    slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, converted)
-    sends = shares and plan.files is not None and routes.any_travels(plan.buckets.buckets, context.shards.rank)
-    rings = share_rings(max(slot) if sends else 0) if shares else SharedRings({}, {}, ())
-    # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
-    patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
-    memory_of = partial(local_shards.memory, device_type=context.device.type)
-    transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
-    return transport, _make_ring(context, plan, slot, rings)
-
-
-def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: SharedRings | None = None) -> list[Slot]:
-    """Return this rank's ring, after all ranks have made theirs; collective, unless no rank needs a ring.
-
-    One rank alone can run out of memory for its ring: the others would wait for it in the stream.
-    """
-    shared = None if rings is None else rings.rings.get(context.shards.rank)
+        transport = Broadcast(routes, context.stall_s)
+    else:
+        in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
+        converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
+        slot = routes.slot_bytes(buckets, rank, in_place, converted)
+        # Only for host memory; NCCL uses shared memory itself.
+        if context.loading.shared_memory and context.device.type == "cpu" and routes.any_travels(buckets):
+            rings = share_rings(max(slot) if plan.files is not None and routes.any_travels(buckets, rank) else 0)
+        # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
+        patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
+        memory_of = partial(local_shards.memory, device_type=context.device.type)
+        transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
+    # One rank alone can run out of memory for its ring: the others would wait for it in the stream.
     with nullcontext() if plan.is_straight else agreeing():
         flag = torch.zeros(1, device=context.device)
+        shared = rings.rings.get(rank)
         ring = make_ring(slot, context.device) if shared is None else [Slot(buffer, buffer) for buffer in shared.slots]
     connect_ranks(flag)
-    return ring
+    return transport, ring
 
 
 def read_threads(device: torch.device, readers_per_host: int) -> int:
@@ -298,10 +282,8 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     elif is_remote(plan.files[0].path):
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader:
-        targets = plan.match.keys.targets if plan.match is not None else {}
-        cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
         piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, piece_bytes)
+        source = make_source(plan.match, reader, plan.extents, context.loading, context.checksums, piece_bytes)
         error = stream.run(source, num_threads)
         if error is None:
             try:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ from raysharding.distributed.transfer import (
     wire_dtype,
 )
 from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules, path_of
+from raysharding.models import AdapterNames, KeyMap, differing_ties, map_keys, misfit, missing_rules, path_of
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
@@ -101,13 +100,36 @@ Origin = Checkpoint | str | os.PathLike[str] | Rank0StateDict
 
 
 @dataclass(frozen=True)
-class Outline:
-    """Match of checkpoint and module, as sent to every rank as JSON."""
+class Matched:
+    """What a checkpoint and a module have for each other, as a load reports it."""
 
     checkpoint: str
     """The checkpoint, as the caller named it."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
+    missing: tuple[str, ...]
+    """FQNs without a tensor in the checkpoint."""
+    unexpected: tuple[str, ...]
+    """Checkpoint keys that no FQN takes."""
+    ignored: tuple[str, ...]
+    """Checkpoint keys and FQNs that do not count as missing or unexpected."""
+    initialised: tuple[str, ...]
+    """FQNs that were initialised by the module's own rule."""
+    tied: tuple[str, ...]
+    """FQNs that share the parameter of another FQN."""
+    converted: tuple[str, ...]
+    """`FQN: operations` of tensors that transformers' operations computed on rank 0."""
+    kept: tuple[str, ...]
+    """FQNs of LoRA adapters that stay as they were, in effect: the checkpoint holds their base model."""
+    warnings: tuple[str, ...]
+    """What may be wrong with the result: adapters that name another base model, a head without values in
+    the files. A group's driver warns of it, too."""
+
+
+@dataclass(frozen=True)
+class Outline(Matched):
+    """Match of checkpoint and module, as sent to every rank as JSON."""
+
     file_locations: Mapping[str, Any] | None
     """`FileLocations` of rank 0 as JSON; `None` for a state dict in its memory, and for random weights."""
     extents: tuple[Any, ...] | None
@@ -117,23 +139,7 @@ class Outline:
     files, in file order, then replicated tensors and tensors that rank 0 computes."""
     num_ranged: int
     """Number of first tensors, which any reader can read. Rank 0 reads the rest."""
-    initialise: tuple[str, ...]
-    """Canonical FQNs of tensors that the checkpoint lacks and that need a value."""
-    missing: tuple[str, ...]
-    """See `KeyMap.missing`."""
-    unexpected: tuple[str, ...]
-    """See `KeyMap.unexpected`."""
-    ignored: tuple[str, ...]
-    """See `KeyMap.ignored`."""
-    tied: tuple[str, ...]
-    """Other names of tied tensors."""
-    converted: tuple[str, ...]
-    """`FQN: operations` of tensors that transformers' operations compute."""
-    kept: tuple[str, ...] = ()
-    """FQNs of adapters that keep their values, since the checkpoint holds their base."""
-    warnings: tuple[str, ...] = ()
-    """See `LoadReport.warnings`."""
-    base: str | None = None
+    base: str | None
     """Path that the adapters' saves name as their base from now on, if it changes."""
 
     @classmethod
@@ -154,14 +160,10 @@ class CheckpointMatch:
     """Map of checkpoint keys to FQNs."""
     state_dict: Rank0StateDict | None
     """The values, if they are in memory and not in files."""
-    initialise: tuple[str, ...]
-    """Canonical FQNs of tensors that the checkpoint lacks and that need a value."""
     manifest: Manifest | None
     """Manifest of the saved files; only under `verify="full"`."""
-    kept: tuple[str, ...]
-    """See `Outline.kept`."""
-    warnings: tuple[str, ...]
-    """See `LoadReport.warnings`."""
+    outline: Outline
+    """What the other ranks need to know of it."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,6 @@ class Proposal:
     """FQNs of tensors without memory."""
     match: CheckpointMatch | None
     """The match on rank 0; `None` on other ranks."""
-    outline: Outline | None
-    """The outline on rank 0; `None` on other ranks."""
-    error: Exception | None
-    """Error of this rank, or `None`."""
 
 
 @dataclass(frozen=True)
@@ -204,62 +202,39 @@ class LoadPlan:
     """True if every rank reads directly into its shard, so that no rank has a ring; the same on every rank."""
 
 
-def propose_load(
-    module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    checkpoint: Origin,
-    loading: Loading,
-) -> Proposal:
+def propose_load(module: nn.Module, tensors: Mapping[str, torch.Tensor], origin: Origin, loading: Loading) -> Proposal:
     """Describe this rank's module, and on rank 0 match it with the checkpoint. Not collective.
 
     Args:
         module: The sharded module; on meta if the load is to allocate it.
         tensors: Its `module_tensors`.
-        checkpoint: Path or URI, which rank 0 opens; an open checkpoint; or a state dict in rank 0's memory.
+        origin: Path or URI, which rank 0 opens; an open checkpoint; or a state dict in rank 0's memory.
         loading: Options, the same on every rank.
-
-    Returns:
-        The proposal; it holds an error, if any, which `agree_on_plan` raises.
     """
-    layouts: dict[str, TensorLayout] = {}
-    digests: tuple[str, ...] = ()
-    on_meta: list[str] = []
-    match: CheckpointMatch | None = None
-    outline: Outline | None = None
-    error: Exception | None = None
-    try:
-        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
-        on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
-        persistent = sorted(persistent_names(module))
-        own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
-        digests = tuple(
-            hashlib.sha256(repr(item).encode()).hexdigest() for item in ((own, on_meta, persistent), loading)
-        )
-        if get_rank() == 0:
-            match = _match(module, checkpoint, loading)
-            outline = _outline(match, loading, layouts)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    return Proposal(layouts, digests, frozenset(on_meta), match, outline, error)
+    layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
+    on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
+    own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
+    described = (own, on_meta, sorted(persistent_names(module))), loading
+    digests = tuple(hashlib.sha256(repr(item).encode()).hexdigest() for item in described)
+    match = _match(module, origin, loading, layouts) if get_rank() == 0 else None
+    return Proposal(layouts, digests, frozenset(on_meta), match)
 
 
-def agree_on_plan(
-    proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap, device: torch.device
-) -> LoadPlan:
+def agree_on_plan(proposal: Proposal | None, error: Exception | None, context: LoadContext) -> LoadPlan:
     """Exchange proposals and plan the buckets; collective.
 
     Args:
-        proposal: Proposal of this rank.
-        error: Another error of this rank, or `None`.
-        loading: See `propose_load`.
-        shards: Which rank holds which shard.
-        device: Device of the messages.
+        proposal: Proposal of this rank; `None` after an error.
+        error: Error of this rank, or `None`.
+        context: The load.
 
     Raises:
         CheckpointError: On every rank, if the headers are unreadable or unsafe, or readers see different files.
         PlanError: On every rank, if the checkpoint does not fit, or ranks differ in module or options.
     """
-    outline, by_rank, found = _exchange(proposal, proposal.error or error, loading)
+    loading, shards = context.loading, context.shards
+    outline, by_rank, found = _exchange(proposal, error, loading)
+    assert proposal is not None, "this rank would have raised its error"
     why = "rank 0 holds the state dict" if outline.tensors else "no weights are read"
     read_plan = ReadPlan(loading.transport, (0,), why)
     if outline.file_locations is not None:
@@ -270,17 +245,19 @@ def agree_on_plan(
     files = found if proposal.match is None else proposal.match.checkpoint.files
     reads = shards.rank in read_plan.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    mapped = _mapped(planned, proposal, extents) if loading.mmap else []
+    mapped = mappable(planned, extents, proposal.on_meta) if loading.mmap else []
     names = {layout.fqn for layout, _ in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
     # A rank that reads for others needs their segments; otherwise lengths suffice.
     reads_for_others = reads and (read_plan.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
-    alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
+    alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and context.device.type == "cpu"
     fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
-    first_bytes = _bucket_bytes(loading, read_plan, shards, alone and all(fits[:num_ranged]))
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
+    first_bytes = loading.bucket_bytes or (STRAIGHT_BYTES if alone and all(fits[:num_ranged]) else BUCKET_BYTES)
+    if read_plan.transport == "local":  # parts of ranks that all read for themselves share only the bucket's number
+        first_bytes *= shards.num_shards
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     return LoadPlan(
         outline,
@@ -295,23 +272,28 @@ def agree_on_plan(
 
 
 def _exchange(
-    proposal: Proposal, error: Exception | None, loading: Loading
+    proposal: Proposal | None, error: Exception | None, loading: Loading
 ) -> tuple[Outline, list[FileVisibility], tuple[CheckpointFile, ...]]:
     """Receive rank 0's outline, and exchange digests and visibility of files; collective.
 
     Returns:
         The outline, the visibility of the files on each rank (empty if not needed), and the files of this rank.
     """
+    match = None if proposal is None else proposal.match
     # Every rank calls this, after an error too, where rank 0 sends `None`: the others would wait in the broadcast.
-    received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
+    received = broadcast_json(None if match is None else vars(match.outline))
     outline = None if received is None else Outline.from_json(received)
     visibility: FileVisibility | None = None
     found: tuple[CheckpointFile, ...] = ()
     if outline is not None and outline.file_locations is not None:
         visibility, found = check_visibility(loading, FileLocations.from_json(outline.file_locations))
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
-    answers = agree(error, (proposal.digests, None if visibility is None else asdict(visibility)))
-    _compare_ranks([digests for digests, _ in answers])
+    answers = agree(error, (proposal and proposal.digests, None if visibility is None else asdict(visibility)))
+    for index, what in enumerate(("built another model", "were given other options")):
+        differing = [str(rank) for rank, (digests, _) in enumerate(answers) if digests[index] != answers[0][0][index]]
+        if differing:
+            who = f"ranks {', '.join(differing)} {what} than rank 0"
+            raise PlanError(f"{who}: make the model and `Loading` the same on every rank")
     assert outline is not None, "rank 0 said why there is none"
     return outline, [FileVisibility(**value) for _, value in answers if value is not None], found
 
@@ -325,26 +307,7 @@ def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str
     return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
 
 
-def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, straight: bool) -> int:
-    """Return the size of a bucket. Parts of ranks that all read for themselves share only the bucket's number."""
-    if read_plan.transport != "local":
-        return loading.bucket_bytes or BUCKET_BYTES
-    return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
-
-
-def _mapped(
-    planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]
-) -> list[tuple[TensorLayout, Extent]]:
-    """Return the tensors that can be mapped. Each file range is mapped for one tensor, as writes are separate."""
-    mapped: dict[tuple[int, int], tuple[TensorLayout, Extent]] = {}
-    for item in planned:
-        extent = mappable(item.layout, item.wire_dtype, extents[item.layout.fqn])
-        if extent is not None and item.layout.fqn in proposal.on_meta:
-            mapped.setdefault((extent.file, extent.offset), (item.layout, extent))
-    return list(mapped.values())
-
-
-def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMatch:
+def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping[str, TensorLayout]) -> CheckpointMatch:
     state_dict = origin if isinstance(origin, Rank0StateDict) else None
     if isinstance(origin, Rank0StateDict):
         opened = origin.as_checkpoint()
@@ -360,8 +323,6 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
         warned = adapters.other_base(opened)
     manifest = _manifest(opened) if loading.verify == "full" else None
     keys = map_keys(module, opened.tensors, loading.key_mapping, opened.config)
-    initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
-    kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, initialise)))
     if (new := [name for name in keys.missing if name in keys.heads]) and not opened.is_random:
         warned += (f"{opened.path} has no {', '.join(new)}: initialised, and of no use before a training",)
     cure, own = keys.cure, [name for name in keys.missing if name not in keys.initialise and state_dict is None]
@@ -369,22 +330,21 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
         keeps = f"keeps the model's own {', '.join(own[:4])}{', ...' if own[4:] else ''}, with what was trained of it"
         warned += (f"a load of {opened.path} {keeps}: missing there",)
         cure = cure or f"strict=False accepts missing or unexpected keys, and {keeps}; nothing is changed now"
-    match = CheckpointMatch(opened, keys, state_dict, initialise, manifest, kept, warned)
+    if state_dict is not None:
+        # No state dict holds non-persistent buffers. One on meta, without a rule, is an error under `strict`; otherwise
+        # it stays on meta, and its owner may set it. Parameters that the state dict lacks stay, as with torch.
+        settable = [name for name in keys.initialise if name not in keys.missing]
+        if not loading.strict:
+            settable = [name for name in settable if not missing_rules(module, [name], loading.seed)]
+        keys = replace(keys, initialise=tuple(settable))
+    kept = () if adapters is None else tuple(sorted(adapters.added.difference(keys.targets, keys.initialise)))
+    is_base = kept and opened.adapter is None and state_dict is None
+    base = path_of(opened) if is_base else None
+    outline = _outline(opened, keys, loading, layouts, kept=kept, warnings=warned, base=base)
+    match = CheckpointMatch(opened, keys, state_dict, manifest, outline)
     if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems, cure)
     return match
-
-
-def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
-    """Return the tensors to initialise in a load of a state dict; parameters that it lacks stay, as with torch.
-
-    These are non-persistent buffers on meta, which no state dict holds. A buffer without a rule is an error under
-    `strict`, and otherwise stays on meta: the module's owner may set it.
-    """
-    names = tuple(name for name in keys.initialise if name not in keys.missing)
-    if loading.strict or not missing_rules(module, names, loading.seed):
-        return names
-    return tuple(name for name in names if not missing_rules(module, [name], loading.seed))
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest:
@@ -397,44 +357,41 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, TensorLayout]) -> Outline:
-    keys = match.keys
+def _outline(
+    checkpoint: Checkpoint,
+    keys: KeyMap,
+    loading: Loading,
+    layouts: Mapping[str, TensorLayout],
+    **told: Any,
+) -> Outline:
+    """Return the outline of a match; `told` are the fields that keys do not tell."""
+    first = {target.fqn: checkpoint.tensors[target.sources[0]] for target in keys.targets.values()}
     # File order, so that the stream reads the disk forward.
-    targets = sorted(keys.targets.values(), key=lambda target: _file_position(match.checkpoint, target))
+    targets = sorted(keys.targets.values(), key=lambda target: (first[target.fqn].file, first[target.fqn].offset))
     cut = {target.fqn for target in targets if target.runs is not None and layouts[target.fqn].num_shards}
     ranged = [target for target in targets if target.fqn in cut]
     computed = [target for target in targets if target.fqn not in cut]
     extents = None
     if get_world_size() > 1 and not rank_0_reads(loading):
-        extents = tuple(extents_to_json(extents_of(match.checkpoint, target)) for target in (*ranged, *computed))
-    is_base = match.kept and match.checkpoint.adapter is None and match.state_dict is None
+        extents = tuple(extents_to_json(extents_of(checkpoint, target)) for target in (*ranged, *computed))
     return Outline(
-        checkpoint=match.checkpoint.path,
-        checkpoint_bytes=match.checkpoint.num_bytes,
-        file_locations=asdict(FileLocations.of(match.checkpoint.files)) if match.checkpoint.files else None,
+        checkpoint=checkpoint.path,
+        checkpoint_bytes=checkpoint.num_bytes,
+        file_locations=asdict(FileLocations.of(checkpoint.files)) if checkpoint.files else None,
         extents=extents,
-        tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
+        tensors=tuple(
+            (target.fqn, str(wire_dtype(target.source_dtype, target.dtype)).removeprefix("torch."))
+            for target in (*ranged, *computed)
+        ),
         num_ranged=len(ranged),
-        initialise=match.initialise,
+        initialised=keys.initialise,
         missing=keys.missing,
         unexpected=keys.unexpected,
         ignored=keys.ignored,
         tied=tuple(keys.aliases),
         converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
-        kept=match.kept,
-        warnings=match.warnings,
-        base=path_of(match.checkpoint) if is_base else None,
+        **told,
     )
-
-
-def _wire_name(target: Target) -> str:
-    return str(wire_dtype(target.source_dtype, target.dtype)).removeprefix("torch.")
-
-
-def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
-    """Return file and offset of the first source of a target."""
-    info = checkpoint.tensors[target.sources[0]]
-    return info.file, info.offset
 
 
 def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> list[str]:
@@ -446,14 +403,18 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
     if is_strict and match.state_dict is not None:
         problems += match.state_dict.mismatches
     refused = {*keys.missing} - keys.heads if is_strict else set()
-    problems += missing_rules(module, [name for name in match.initialise if name not in refused], loading.seed)
+    problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.
-        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
-        extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
+        targets = (*keys.targets.values(), *keys.doubled)
+        extents = {target.fqn: extents_of(match.checkpoint, target) for target in targets}
         with FileReader(match.checkpoint.files) as reader:
-            source = make_source(match, reader, extents, targets, loading.bucket_bytes or BUCKET_BYTES)
-            problems += differing_ties(keys, partial(_read_elements, source))
+            source = make_source(match, reader, extents, loading)
+
+            def read(fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+                source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+
+            problems += differing_ties(keys, read)
     return problems
 
 
@@ -461,26 +422,16 @@ def make_source(
     match: CheckpointMatch | None,
     reader: FileReader,
     extents: Mapping[str, Extents],
-    targets: Mapping[str, Target],
-    cache_bytes: int,
+    loading: Loading,
     checksums: Checksums | None = None,
     piece_bytes: int | None = None,
 ) -> TensorSource:
     """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
-    tensors = {} if match is None else match.checkpoint.tensors
-    if match is not None and match.state_dict is not None:
+    cache_bytes = loading.bucket_bytes or BUCKET_BYTES
+    if match is None:
+        return CheckpointSource({}, extents, {}, cache_bytes, reader, checksums, piece_bytes)
+    tensors = match.checkpoint.tensors
+    targets = {**match.keys.targets, **{target.fqn: target for target in match.keys.doubled}}
+    if match.state_dict is not None:
         return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
     return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, piece_bytes)
-
-
-def _read_elements(source: TensorSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-    source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
-
-
-def _compare_ranks(every: Sequence[Sequence[str]]) -> None:
-    for index, what in enumerate(("built another model", "were given other options")):
-        differing = [str(rank) for rank, digests in enumerate(every) if digests[index] != every[0][index]]
-        if differing:
-            raise PlanError(
-                f"ranks {', '.join(differing)} {what} than rank 0: make the model and `Loading` the same on every rank"
-            )

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, identify_files
 from raysharding.checkpoint.storage import HubPath, file_system_type, is_remote, require_file, split_path, storage_of
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agreeing, all_gather_json
 from raysharding.distributed.transfer import REMOTE_GAP_BYTES, host_identity
 from raysharding.errors import CheckpointError
 
@@ -32,35 +32,30 @@ class FileLocations:
 
     files: tuple[CheckpointFile, ...]
     """The checkpoint's files."""
-    host: tuple[str, ...]
+    host: Sequence[str]
     """See `host_identity`."""
-    inodes: tuple[tuple[int, int], ...]
-    """(device, inode) of each local file; empty for remote files."""
+    inodes: Sequence[Sequence[int]]
+    """[device, inode] of each local file; empty for remote files."""
     file_system: str
     """Type of the first file's file system."""
 
     @classmethod
     def of(cls, files: Sequence[CheckpointFile]) -> FileLocations:
         """Return the locations as this process sees them."""
-        return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
+        return cls(tuple(files), host_identity(), _inodes(files), file_system_type(files[0].path))
 
     @classmethod
-    def from_json(cls, value: Any) -> FileLocations:
+    def from_json(cls, value: Mapping[str, Any]) -> FileLocations:
         """Make locations from JSON."""
-        files = tuple(CheckpointFile(**file) for file in value["files"])
-        inodes = tuple((device, inode) for device, inode in value["inodes"])
-        return cls(files, tuple(value["host"]), inodes, value["file_system"])
+        return cls(**{**value, "files": tuple(CheckpointFile(**file) for file in value["files"])})
 
 
-def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
-    """Return (device, inode) of each file; empty if a file is remote or unreadable."""
-    if not all(not is_remote(file.path) and os.access(file.path, os.R_OK) for file in files):
-        return ()
-    try:
-        found = [os.stat(file.path) for file in files]
-    except OSError:
-        return ()
-    return tuple((status.st_dev, status.st_ino) for status in found)
+def _inodes(files: Sequence[CheckpointFile]) -> list[list[int]]:
+    """Return [device, inode] of each file; nothing if a file is remote or unreadable."""
+    if any(is_remote(file.path) or not os.access(file.path, os.R_OK) for file in files):
+        return []
+    found = [os.stat(file.path) for file in files]
+    return [[status.st_dev, status.st_ino] for status in found]
 
 
 @dataclass(frozen=True)
@@ -69,12 +64,10 @@ class FileVisibility:
 
     host: Sequence[str]
     """See `host_identity`."""
-    sees: bool
-    """True if the rank can open all files."""
-    is_same: bool
-    """True if the inodes are rank 0's."""
-    why_not: str
-    """Why a file is not visible."""
+    is_same: bool = False
+    """True if the files are known to be rank 0's, from their inodes or the hub's commit."""
+    why_not: str = ""
+    """Why a file cannot be opened; empty if all can."""
 
 
 @dataclass(frozen=True)
@@ -129,18 +122,18 @@ def check_visibility(
     """
     if rank_0_reads(loading):
         return None, ()
-    host = tuple(host_identity())
-    if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
-        return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
+    host = host_identity()
     try:
+        if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
+            return FileVisibility(host, is_same=True), there.files
         if _is_pinned(there.files):
             for file in there.files:  # one request, for the listing
                 require_file(storage_of(file.path).find(file.path), file.path)
-            return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
+            return FileVisibility(host, is_same=True), there.files
         found = tuple(identify_files([file.path for file in there.files]))
-        return FileVisibility(host, sees=True, is_same=False, why_not=""), found
+        return FileVisibility(host), found
     except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one sees
-        return FileVisibility(host, sees=False, is_same=False, why_not=str(error)), ()
+        return FileVisibility(host, why_not=str(error) or repr(error)), ()
 
 
 def plan_reads(
@@ -161,17 +154,24 @@ def plan_reads(
         piece_bytes: Bytes of a rank's part of a tensor, on average.
 
     Raises:
-        CheckpointError: On every rank, if ranks see different content under one path, or too few see the files.
+        CheckpointError: On every rank, if ranks see different content under one path, or one that must read sees none.
     """
     transport = "local" if loading.mmap else loading.transport
     if not by_rank:
         return ReadPlan(transport, (0,), "asked for")
-    if not by_rank[0].sees:
+    if by_rank[0].why_not:
         raise CheckpointError(f"rank 0 lost sight of it: {by_rank[0].why_not}", path=there.files[0].path)
-    if any(item.sees and not item.is_same for item in by_rank):
+    if any(not (item.is_same or item.why_not) for item in by_rank):
         _require_same_content(found, by_rank, there)
-    seeing = tuple(rank for rank, item in enumerate(by_rank) if item.sees)
-    _require_enough(loading, seeing, by_rank, there.files[0].path)
+    seeing = tuple(rank for rank, item in enumerate(by_rank) if not item.why_not)
+    blind = [rank for rank, item in enumerate(by_rank) if item.why_not]
+    if transport == "local" and blind:
+        asked = "mmap=True" if loading.mmap else "transport='local'"
+        raise CheckpointError(
+            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
+            "every node, or use transport='auto' without mmap",
+            path=there.files[0].path,
+        )
     wanted = loading.num_readers or len(seeing)
     if loading.num_readers is None and is_remote(there.files[0].path):
         # A request takes as long as some bytes: each reader gets whole ones, though it sends parts of them on.
@@ -192,13 +192,10 @@ def _require_same_content(
 ) -> None:
     """Compare the files of ranks with other inodes than rank 0; collective."""
     # Every rank calls this, without files too: the others would wait in the exchange.
-    digest, error = "", None
-    try:
+    with agreeing():
         digest = _digest(found) if found else ""
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait
-        error = raised
-    digests = agree(error, digest)
-    differing = [rank for rank, item in enumerate(by_rank) if item.sees and digests[rank] != digests[0]]
+    digests = all_gather_json(digest)
+    differing = [rank for rank, item in enumerate(by_rank) if not item.why_not and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
             f"{_named(differing, by_rank)} see other content under this path than {_named([0], by_rank)}: copy the "
@@ -220,23 +217,6 @@ def _digest(files: Sequence[CheckpointFile]) -> str:
                 reader.read_into(index, first, memoryview(data))
                 text.update(data)
     return text.hexdigest()
-
-
-def _require_enough(loading: Loading, seeing: Sequence[int], by_rank: Sequence[FileVisibility], path: str) -> None:
-    blind = [rank for rank in range(len(by_rank)) if rank not in seeing]
-    if (loading.mmap or loading.transport == "local") and blind:
-        asked = "mmap=True" if loading.mmap else "transport='local'"
-        raise CheckpointError(
-            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
-            "every node, or use transport='auto' without mmap",
-            path=path,
-        )
-    if loading.num_readers is not None and loading.num_readers > len(seeing):
-        raise CheckpointError(
-            f"num_readers={loading.num_readers}, but only {_named(seeing, by_rank)} can read it: leave num_readers out "
-            "to have all that can",
-            path=path,
-        )
 
 
 def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:

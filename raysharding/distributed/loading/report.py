@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from raysharding.distributed.loading.plan import LoadPlan
+from raysharding.distributed.loading.plan import LoadPlan, Matched
 from raysharding.html import html_report, html_rows
 from raysharding.units import format_bytes
 
@@ -24,15 +24,11 @@ _EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Matched):
     """Report of one load. `str(report)` is for people, `as_dict()` for programs."""
 
-    checkpoint: str
-    """The checkpoint, as the caller named it."""
     num_tensors: int
     """Number of tensors loaded from files."""
-    checkpoint_bytes: int
-    """Bytes of the files' tensors."""
     read_bytes: int = field(metadata=_SUM)
     """Bytes read from files, over all ranks, without headers."""
     mapped_bytes: int
@@ -75,25 +71,8 @@ class LoadReport:
     """Peak host memory (RssAnon + RssShmem) above the start and the host shards, by rank, sampled after each bucket."""
     peak_device_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Peak device memory above the start, including shards, by rank; 0 on the CPU."""
-    digest: str = field(default="", metadata=_SAME)
+    digest: str = field(metadata=_SAME)
     """Digest of all values, 16 hex digits, equal at every world size; empty unless `Loading.digest`."""
-    missing: tuple[str, ...] = ()
-    """FQNs without a tensor in the checkpoint."""
-    unexpected: tuple[str, ...] = ()
-    """Checkpoint keys that no FQN takes."""
-    ignored: tuple[str, ...] = ()
-    """Checkpoint keys and FQNs that do not count as missing or unexpected."""
-    initialised: tuple[str, ...] = ()
-    """FQNs that were initialised by the module's own rule."""
-    tied: tuple[str, ...] = ()
-    """FQNs that share the parameter of another FQN."""
-    converted: tuple[str, ...] = ()
-    """`FQN: operations` of tensors that transformers' operations computed on rank 0."""
-    kept: tuple[str, ...] = ()
-    """FQNs of LoRA adapters that stay as they were, in effect: the checkpoint holds their base model."""
-    warnings: tuple[str, ...] = ()
-    """What may be wrong with the result: adapters that name another base model, a head without values in
-    the files. A group's driver warns of it, too."""
 
     @classmethod
     def merge(cls, plan: LoadPlan, per_rank: Sequence[Mapping[str, Any]]) -> Self:
@@ -103,9 +82,7 @@ class LoadReport:
             plan: Plan of the load.
             per_rank: Measurements of each rank, by field; for fields that are tuples, the rank's value.
         """
-        names = {one.name for one in fields(cls)}
-        # Fields of the outline with the name of a report's field are copied; ranks measure the others.
-        outlined = {name: value for name, value in vars(plan.outline).items() if name in names}
+        matched = {one.name: getattr(plan.outline, one.name) for one in fields(Matched)}
         merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
         return cls(
             num_tensors=len(plan.outline.tensors),
@@ -116,8 +93,7 @@ class LoadReport:
             transport_reason=plan.read_plan.reason,
             readers=plan.read_plan.readers,
             world_size=len(per_rank),
-            initialised=plan.outline.initialise,
-            **outlined,
+            **matched,
             **{name: merge([measured[name] for measured in per_rank]) for name, merge in merged.items()},
         )
 

@@ -9,7 +9,7 @@ Note: lazily read values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint
-from raysharding.checkpoint.format import TensorInfo
+from raysharding.checkpoint.format import EXTRA_STATE_NAME, TensorInfo
 from raysharding.distributed.transfer import Extent, Job, Request, TensorSource
 from raysharding.errors import PlanError
 
@@ -30,11 +30,13 @@ class Rank0StateDict:
     """A full state dict of rank 0; empty on the other ranks."""
 
     values: Mapping[str, torch.Tensor]
-    """Key → full tensor, on any device; accessed again for each use."""
-    skipped: Collection[str] = ()
-    """Keys of extra state, which are not accessed here."""
+    """Key → full tensor, on any device; accessed again for each use. Extra state is not accessed here."""
     mismatches: Sequence[str] = ()
     """Mismatches of extra state under `strict`, a line each."""
+
+    def dtypes(self) -> dict[str, str]:
+        """Return key → name of the dtype of its tensor; raises as `as_checkpoint`."""
+        return {key: str(info.dtype).removeprefix("torch.") for key, info in self.as_checkpoint().tensors.items()}
 
     def as_checkpoint(self) -> Checkpoint:
         """Return a checkpoint without files, whose tensors follow each other.
@@ -46,7 +48,7 @@ class Rank0StateDict:
         problems = []
         offset = 0
         for key in self.values:
-            if key in self.skipped:
+            if is_extra_state(key):
                 continue
             value = self.values[key]
             if (problem := why_refused(value)) is None:
@@ -58,6 +60,11 @@ class Rank0StateDict:
         if problems:
             raise PlanError(f"{NAME} holds what cannot be distributed:", problems=problems)
         return Checkpoint(NAME, (), infos, None, {})
+
+
+def is_extra_state(key: str) -> bool:
+    """Return True if the value of a key in a state dict is for `set_extra_state`."""
+    return key.rpartition(".")[2] == EXTRA_STATE_NAME
 
 
 def why_refused(value: object) -> str | None:

@@ -68,7 +68,6 @@ class AsyncSaver:
         self,
         module: nn.Module,
         destination: Destination,
-        *,
         optimizer: torch.optim.Optimizer | None = None,
         position: Position | None = None,
         stall_s: float = 120.0,
@@ -135,10 +134,9 @@ class AsyncSaver:
             optimizer: See `save`; after its first step, which makes its state.
             stall_s: See `save`.
         """
-        # First, on every rank: if a rank has replaced a lost one, no rank has a group.
-        self._own_group(stall_s)
         if self._preparing is not None or self._saves:
             return
+        self._own_group(stall_s)
         module = unwrapped(module)
         reshard(module)  # the shards are copied
         held, _ = model_contents(module)

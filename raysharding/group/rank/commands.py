@@ -1,4 +1,4 @@
-"""The commands of a rank's work thread: public methods of `RankCommands`, and those of the rank's `Trainer`."""
+"""The commands of a rank's work thread: public methods of `RankCommands`, and of the worker's trainer and predictor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
-from raysharding.distributed.training import EvaluationPlan, PredictPlan
+from raysharding.distributed.training import EvaluationPlan
 from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
@@ -38,7 +38,7 @@ from raysharding.group.rank.memory_gauge import export_memory
 from raysharding.group.rank.model_facts import ModelFacts
 from raysharding.group.rank.title import Title
 from raysharding.models import Adapted, InputBounds
-from raysharding.worker import PredictStart, PredictSteps, Worker, thread_state_restored
+from raysharding.worker import Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
@@ -90,7 +90,10 @@ class RankCommands:
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
         args = tuple(fetched(value, command.method) if isinstance(value, RankBatch) else value for value in args)
-        method = getattr(self, command.method, None) or getattr(self._worker.trainer, command.method)
+        method = getattr(self, command.method, None)
+        if method is None:
+            part = self._worker.predictor if command.method.startswith("predict_") else self._worker.trainer
+            method = getattr(part, command.method)
         value = method(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
@@ -191,11 +194,6 @@ class RankCommands:
     restore_generators = staticmethod(restore_random_state)
     """Restore the random generators."""
 
-    def set_optimizer(self, *args: Any) -> str | None:
-        """Make the optimizer; return a warning for the user. Collective if its state is restored."""
-        self._worker.trainer.set_optimizer(*args)
-        return self._worker.trainer.new_warning()
-
     def evaluate(self, plan: EvaluationPlan | None) -> Step:
         """Start to compute loss and metrics over data; collective."""
         self._evaluation = self._worker.trainer.evaluate(plan)
@@ -205,22 +203,6 @@ class RankCommands:
         """Process the next batches; the value after the last batch is the result. Collective."""
         values = next(self._evaluation)
         return Step(values, more=values is None)
-
-    def predict_begin(self, plan: PredictPlan) -> PredictStart:
-        """Open the data and the output of a `predict`; collective."""
-        return self._worker.predictor.begin(plan)
-
-    def predict_steps(self, num_steps: int) -> PredictSteps:
-        """Take forwards of the `predict`; collective."""
-        return self._worker.predictor.steps(num_steps)
-
-    def predict_take(self, batch: RankBatch) -> Any:
-        """Return the table of the part that the rank has finished; the batch is empty."""
-        return self._worker.predictor.take()
-
-    def predict_end(self) -> None:
-        """Let go of data and output of the `predict`."""
-        self._worker.predictor.end()
 
     def reset(self) -> None:
         """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""
@@ -237,10 +219,8 @@ class RankCommands:
 
     def save(self, path: str, overwrite: bool, async_save: bool, options: Mapping[str, Any]) -> Any:
         """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
-        if async_save:
-            return self._worker.save_async(path, overwrite, **options)
-        report = self._worker.save(path, overwrite, **options)
-        return report if self._worker.rank == 0 else None
+        outcome = self._worker.save(path, overwrite, async_save=async_save, **options)
+        return outcome if async_save or self._worker.rank == 0 else None
 
     def state_dict(self, keys: Sequence[str] | None) -> Step:
         """Start to gather full tensors on rank 0, one bucket at a time; collective."""
@@ -262,7 +242,7 @@ class RankCommands:
 
     def save_status(self, number: int) -> SaveStatus:
         """Return the status of a save in the background. Thread-safe, also while a command runs."""
-        save = None if self._rank_worker is None else self._rank_worker.save_status(number)
+        save = None if self._rank_worker is None else self._rank_worker.status.saver.status(number)
         if save is None:
             return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 has no record of this save"))
         error = save.error
@@ -285,8 +265,8 @@ class RankCommands:
         return self._rank_worker is None or self._rank_worker.status.usable
 
     def num_changes(self) -> int:
-        """Return the number of changes to weights or optimizer."""
-        return 0 if self._rank_worker is None else self._rank_worker.status.num_changes
+        """Return the version of weights and optimizer."""
+        return 0 if self._rank_worker is None else self._rank_worker.status.weights_version
 
     def change_since(self, before: int) -> StateChange:
         """Return the changes to the model since `num_changes` was `before`."""

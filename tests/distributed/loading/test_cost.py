@@ -17,7 +17,8 @@ from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from raysharding.distributed.loading.load import load_from_rank_0
+from raysharding.distributed.loading.load import load_from
+from raysharding.distributed.loading.plan import silent
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.models import build_module
@@ -123,9 +124,8 @@ def measure_state_dict() -> list[dict[str, Any]]:
         module = shard_module(Wide(), init_mesh(device_type()))
     dist.all_reduce(torch.ones(1))
     with MemorySampler() as memory:
-        report = load_from_rank_0(
-            module, Rank0StateDict(Generated() if dist.get_rank() == 0 else {}), Loading("scatter"), 60.0
-        )
+        state_dict = Rank0StateDict(Generated() if dist.get_rank() == 0 else {})
+        report = load_from(module, state_dict, Loading("scatter"), silent, 60.0)
     extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
     parameter = module.get_parameter("last.weight")
     assert isinstance(parameter, DTensor)

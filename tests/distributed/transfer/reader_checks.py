@@ -82,6 +82,7 @@ def check_readers(root: Path) -> None:
         (Loading(), "scatter", (0, 1)),
         (Loading(shared_memory=False, bucket_bytes=64 << 10), "scatter", (0, 1)),
         (Loading(num_readers=1), "scatter", (0,)),
+        (Loading(num_readers=3), "scatter", (0, 1)),
         (Loading("scatter"), "scatter", (0,)),
         (Loading("broadcast", 64 << 10, num_readers=2), "broadcast", (0, 1)),
     ):
@@ -90,9 +91,8 @@ def check_readers(root: Path) -> None:
         assert (report.transport, report.readers) == (transport, readers), report.transport_reason
         assert report.read_bytes <= 1.02 * report.checkpoint_bytes
         require_filled(module)
-    for loading, said in ((Loading("local"), "rank 2"), (Loading(num_readers=3), "only ranks 0, 1")):
-        errors = raised_everywhere(load_checkpoint, sharded(root / ODD), apart / ODD, loading=loading)
-        assert all(error.startswith("CheckpointError") and said in error for error in errors), errors
+    errors = raised_everywhere(load_checkpoint, sharded(root / ODD), apart / ODD, loading=Loading("local"))
+    assert all(error.startswith("CheckpointError") and "rank 2" in error for error in errors), errors
     if rank == 2:  # the same header, other values, as a later step of one training run has
         state = load_file(root / ODD)
         save_file(
