@@ -78,7 +78,6 @@ from raysharding.group.fit import (
     dataset_handle,
     eval_options,
     refuse_iterable,
-    submit_evaluation,
 )
 from raysharding.group.launch import (
     GroupPlan,
@@ -897,7 +896,7 @@ class ShardedModelGroup:
         )
         plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
         dataset.pin(client)
-        call = submit_evaluation(self._client, plan)
+        call = self._client.submit_same("evaluate", plan, takes_steps=True)
         call.when_done(lambda _: dataset.unpin(client))
         return call.keep_alive(self)
 

@@ -190,22 +190,17 @@ def reserve(
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
         return Reservation(placement.placement_group, need, is_ours=False)
-    reservation = _create(world_size, need, placement, key)  # Ray refuses invalid labels
+    bundles = [dict(need) for _ in range(world_size)]
+    selector = [dict(placement.labels)] * world_size if placement.labels else None
+    name = f"{_placement_group_prefix(key)}{secrets.token_hex(4)}"  # the one before a restart may not be gone yet
+    made = placement_group(bundles, strategy=placement.strategy, bundle_label_selector=selector, name=name)
+    reservation = Reservation(made, need, is_ours=True)  # Ray has refused invalid labels
     try:
         _refuse_infeasible(world_size, need, placement, place_s)
     except PlacementError:
         reservation.release()
         raise
     return reservation
-
-
-def _create(world_size: int, need: Resources, placement: Placement, key: str) -> Reservation:
-    """Create a placement group, without waiting until it is ready."""
-    bundles = [dict(need) for _ in range(world_size)]
-    selector = [dict(placement.labels)] * world_size if placement.labels else None
-    name = f"{_placement_group_prefix(key)}{secrets.token_hex(4)}"  # the one before a restart may not be gone yet
-    made = placement_group(bundles, strategy=placement.strategy, bundle_label_selector=selector, name=name)
-    return Reservation(made, need, is_ours=True)
 
 
 def wait_placed(

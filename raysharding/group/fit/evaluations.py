@@ -10,21 +10,11 @@ from typing import Any
 from raysharding.arguments import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Call, Client, collect_all
+from raysharding.group.calls import Client, collect_all
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
-
-
-def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
-    """Make the ranks evaluate; see `ShardedModelGroup.evaluate`. They hold the data already.
-
-    Args:
-        client: Submits calls to the current ranks.
-        plan: The evaluation; `None` for that of the `FitPlan`.
-    """
-    return client.submit_same("evaluate", plan, takes_steps=True)
 
 
 def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
@@ -169,7 +159,7 @@ class Evaluations:
             The metrics, by names that begin with `eval_`.
         """
         assert self._options is not None, "is_due comes first"
-        values = submit_evaluation(client, None).result()
+        values = client.submit_same("evaluate", None, takes_steps=True).result()  # `None`: that of the `FitPlan`
         metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
         noted: dict[str, Any] = {
             "step": place.num_steps,

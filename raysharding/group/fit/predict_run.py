@@ -94,7 +94,12 @@ class PredictRun:
         """Run all forwards; see `ShardedModelGroup.predict`."""
         try:
             start = self._begin()
-            self._check_restartable(start)
+            if self._restarts.limit and not start.in_files:
+                raise ValueError(
+                    f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since "
+                    "it was loaded or saved: after a restart, the rows that are left would be computed with other "
+                    "weights. Save the group first"
+                )
             with progress_bar(self.progress, "predict", "rows", start.num_rows, start.num_done) as bar:
                 self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
         finally:
@@ -116,15 +121,6 @@ class PredictRun:
         self._is_over, self._num_done = start.is_over, start.num_done
         self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
-
-    def _check_restartable(self, start: PredictStart) -> None:
-        """Refuse a run that a restart would continue with other weights."""
-        if self._restarts.limit and not start.in_files:
-            raise ValueError(
-                f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
-                "was loaded or saved: after a restart, the rows that are left would be computed with other weights. "
-                "Save the group first"
-            )
 
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Continue with the parts that are not complete."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raysharding.errors import CallCancelledError, GroupError, RendezvousError
@@ -45,8 +44,7 @@ class Restarts:
         while True:
             try:
                 if lost is not None:
-                    with self._after(lost):
-                        go_back(self._restarted(lost))
+                    self._go_back(lost, go_back)
                 steps()
                 return
             except CallCancelledError:
@@ -57,20 +55,13 @@ class Restarts:
                     raise
                 lost = error
 
-    def _restarted(self, error: Exception) -> RestartReport:
+    def _go_back(self, lost: Exception, go_back: Callable[[RestartReport], None]) -> None:
+        """Restart the group; an error that the restart raises gets a note with the reason for the restart."""
+        cause = str(lost).partition("\n")[0]
         self.number += 1
-        tell(f"{self.what}: {_cause(error)}; restart {self.number} of {self.limit}")
-        return self.restart()
-
-    @contextmanager
-    def _after(self, lost: Exception) -> Iterator[None]:
-        """Add a note with the reason for the restart to an error that the restart raises."""
+        tell(f"{self.what}: {cause}; restart {self.number} of {self.limit}")
         try:
-            yield
+            go_back(self.restart())
         except Exception as error:
-            error.add_note(f"raysharding: {self.what} was restarting after: {_cause(lost)}")
+            error.add_note(f"raysharding: {self.what} was restarting after: {cause}")
             raise
-
-
-def _cause(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -23,10 +23,8 @@ from raysharding.errors import CheckpointError, GroupError
 from raysharding.group.calls import (
     Call,
     Client,
-    Collect,
     ProgressBar,
     collect_all,
-    collect_rank0,
     progress_bar,
 )
 from raysharding.group.cluster import tell, warn
@@ -225,7 +223,7 @@ class FitRun:
 
     def _load_latest(self) -> bool:
         """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
-        latest: tuple[str, bool] | None = self._submit("latest_save", self.options.save_to).result()
+        latest: tuple[str, bool] | None = self._client.submit_same("latest_save", self.options.save_to).result()
         if latest is None:
             return False
         path, is_held = latest
@@ -239,7 +237,7 @@ class FitRun:
             self._client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
         with pinned_for(self._datasets, self._client):
             arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
-            start: FitStart = self._submit("fit_begin", *arguments).result()
+            start: FitStart = self._client.submit_same("fit_begin", *arguments).result()
             self._position, self._total = start.position, start.total_steps
             self._evaluations.begin(start.position)
             if start.has_save:
@@ -249,7 +247,7 @@ class FitRun:
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
             if self._restarts.limit:
-                self._generators = self._submit("generators", collect=collect_all).result()
+                self._generators = self._client.submit_same("generators", collect=collect_all).result()
         elif replace(self._place, evaluations=()) == replace(self._begun, evaluations=()):
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
@@ -272,10 +270,6 @@ class FitRun:
             )
         self._save(in_background=False)
         self._begun_in_files = True
-
-    def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
-        """Submit a command to the current ranks."""
-        return self._client.submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _end(self, error: BaseException | None) -> None:
         """Make the ranks, if any, release the data, and close the callbacks.
@@ -304,7 +298,7 @@ class FitRun:
         if self._client.state in (GroupState.READY, GroupState.BUSY):
             replies: list[FitSteps | None] = []
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                replies = self._submit("fit_end", collect=collect_all, is_last=True).result()
+                replies = self._client.submit_same("fit_end", collect=collect_all, is_last=True).result()
             for data in self._datasets:
                 data.unpin(self._client)
             if self._begun is not None:  # else `fit_begin` raised, on some ranks after they had made their run
@@ -372,7 +366,9 @@ class FitRun:
             step = self._place.num_steps
             self.fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
             begun = time.monotonic()
-            replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
+            replies: list[FitSteps] = self._client.submit_same(
+                "fit_steps", self._num_next(), collect=collect_all
+            ).result()
             seconds = time.monotonic() - begun
             is_over, self._position = replies[0].is_over, replies[0].position
             told: list[FitStep] = []
