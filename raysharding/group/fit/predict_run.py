@@ -81,11 +81,9 @@ class PredictRun:
         self._is_over = False
         self._num_done = 0
         self._step_s = _CALL_S
-        self._tables: dict[int, ray.ObjectRef] = {}
-        """First row of a part → its table, in the object store."""
+        self._tables: dict[int, tuple[ray.ObjectRef, Any]] = {}
+        """First row of a part → its table, in the object store, and the pyarrow schema of it."""
         self._num_bytes = 0
-        self._schemas: dict[int, Any] = {}
-        """First row of a part → the pyarrow schema of its table."""
         self._schema: Any = None
         """The types that hold the values of all tables."""
         self._told: set[str] = set()
@@ -172,23 +170,22 @@ class PredictRun:
             raise OutputTooLargeError(f"{what}={error.max_output_bytes}: {cure}", **sizes) from error
         for reply, ref in zip(replies, refs, strict=True):
             for first, num_bytes, text in reply.finished:
-                self._tables[first] = ref
+                schema = schema_from_text(text)
+                self._tables[first] = ref, schema
                 self._num_bytes += num_bytes
-                self._schemas[first] = schema = schema_from_text(text)
                 self._schema = unify_schemas([self._schema or schema, schema], self.plan.maker)
 
     def _joined(self) -> Any:
         """Return a table of all rows, or a dataset if it would be larger than `max_output_bytes`."""
-        tables = sorted(self._tables.items())
+        tables = [self._tables[first] for first in sorted(self._tables)]
         if self._num_bytes > self._client.max_output_bytes:
             from ray.data import from_arrow_refs
 
-            final = {first for first, schema in self._schemas.items() if schema.equals(self._schema)}
             return from_arrow_refs(
-                [ref if first in final else _cast.remote(ref, self._schema) for first, ref in tables]
+                [ref if own.equals(self._schema) else _cast.remote(ref, self._schema) for ref, own in tables]
             )
         try:
-            return join_tables(ray.get([ref for _, ref in tables], timeout=self._client.timeouts.call_s))
+            return join_tables(ray.get([ref for ref, _ in tables], timeout=self._client.timeouts.call_s))
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
