@@ -6,29 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raysharding.errors import CallCancelledError, GroupError, RendezvousError
+from raysharding.group.calls import Client
 from raysharding.group.cluster import tell
-from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.launch import RestartReport
 from raysharding.group.messages import GroupState
 
 
 @dataclass
 class Restarts:
-    """Runs steps, and restarts the group at most `max_restarts` times."""
+    """Runs steps, and restarts the group at most `limit` times."""
 
     what: str
     """Name of the run, for people."""
-    running: Callable[[], RunningGroup]
-    """Returns the group; a restart replaces its ranks."""
+    client: Client
+    """The group."""
+    limit: int
+    """Largest number of restarts."""
     restart: Callable[[], RestartReport]
     """Restarts the group."""
     may_restart: Callable[[], bool] = lambda: True
     """Returns False if the run is to end instead."""
     number: int = 0
     """Number of restarts so far, including those that failed because another rank was lost."""
-
-    def __post_init__(self) -> None:
-        self.limit = self.running().spec.max_restarts
-        """Largest number of restarts."""
 
     def run(self, steps: Callable[[], None], go_back: Callable[[RestartReport], None]) -> None:
         """Run all steps.
@@ -50,8 +49,8 @@ class Restarts:
             except CallCancelledError:
                 raise  # an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                state = self.running().client.state
-                if state is not GroupState.BROKEN or self.number >= self.limit or not self.may_restart():
+                is_broken = self.client.state is GroupState.BROKEN
+                if not is_broken or self.number >= self.limit or not self.may_restart():
                     raise
                 lost = error
 
