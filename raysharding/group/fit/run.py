@@ -275,17 +275,16 @@ class FitRun:
             for other in self.client.pending.take_failed(self._paths, self.plan.data.stall_s):
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
-        first: Exception | None = None
+        errors = [] if error is None else [error]
         for let_go in (self._let_go, *closes):
             try:
                 let_go()
             except Exception as raised:  # noqa: BLE001 - the other callbacks must be closed as well
-                if error is None and first is None:
-                    first = raised
-                else:
-                    (error or first or raised).add_note(f"raysharding: then {type(raised).__name__}: {raised}")
-        if first is not None:
-            raise first
+                errors.append(raised)
+        for later in errors[1:]:
+            errors[0].add_note(f"raysharding: then {type(later).__name__}: {later}")
+        if error is None and errors:
+            raise errors[0]
 
     def _let_go(self) -> None:
         if self.client.state in (GroupState.READY, GroupState.BUSY):
@@ -294,17 +293,16 @@ class FitRun:
                 replies = self.client.submit_same("fit_end", collect=collect_all, is_last=True).result()
             for data in self._datasets:
                 data.unpin(self.client)
-            if self._begun is not None:  # else `fit_begin` raised, on some ranks after they had made their run
-                self._note_untold([reply for reply in replies if reply is not None])
+            steps = [reply for reply in replies if reply is not None]
+            if self._begun is not None and steps:  # else `fit_begin` raised, after some ranks had made their run
+                self._note_untold(steps)
 
     def _note_untold(self, replies: Sequence[FitSteps]) -> None:
         """Record and report the steps of a call before the one that raised; a resumed run continues after them.
 
         Args:
-            replies: Steps of the last call, of each rank; empty if no run has begun.
+            replies: Steps of the last call, of each rank.
         """
-        if not replies:
-            return
         number = replies[0].position.num_steps - self._place.num_steps
         self._place = replies[0].position
         if number and all(reply.position == self._place for reply in replies):  # an error may have been of some ranks
@@ -364,10 +362,7 @@ class FitRun:
             ).result()
             seconds = time.monotonic() - begun
             is_over, self._place = replies[0].is_over, replies[0].position
-            told: list[FitStep] = []
-            if replies[0].steps:
-                self._step_s = seconds / len(replies[0].steps)
-                told = self._note(replies, seconds)
+            told = self._note(replies, seconds) if replies[0].steps else []
             is_over = self._after_steps(told, bar, is_over=is_over)
         self.client.pending.wait(self.plan.data.stall_s)
 
@@ -384,9 +379,8 @@ class FitRun:
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        intervals = [*self.options.callback_intervals]
-        if self.options.save_every is not None:
-            intervals.append(self.options.save_every)
+        every_so_often = *self.options.callback_intervals, self.options.save_every
+        intervals = [every for every in every_so_often if every is not None]
         ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
         return min([number, *(end for end in ends if end is not None)])
 
@@ -394,6 +388,7 @@ class FitRun:
         """Record the results of steps, and return them for the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
+        self._step_s = seconds / len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
