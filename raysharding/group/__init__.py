@@ -11,7 +11,7 @@ from raysharding.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from raysharding.group.calls import Call, Handle, LiveView
-    from raysharding.group.cluster import NodeCapacity, NodeRoom
+    from raysharding.group.cluster import NodeCapacity
     from raysharding.group.fit import EarlyStop, FitReport, FitStep, PredictReport
     from raysharding.group.group import ShardedModelGroup
     from raysharding.group.messages import GroupState
@@ -26,7 +26,6 @@ __all__ = [
     "Handle",
     "LiveView",
     "NodeCapacity",
-    "NodeRoom",
     "PredictReport",
     "RankInfo",
     "ShardedModelGroup",

@@ -78,7 +78,6 @@ from raysharding.group.fit import (
     dataset_handle,
     eval_options,
     refuse_iterable,
-    submit_evaluation,
 )
 from raysharding.group.launch import (
     GroupPlan,
@@ -833,7 +832,8 @@ class ShardedModelGroup:
             saves = target, save_every, keep_last, async_save, resume
             options = FitOptions(*saves, callbacks, progress, save_on_signal, evaluation)
             files = self.save, self._restart, self._load
-            return FitRun(lambda: self._running, plan, dataset, options, self._fits, *files).run()
+            limit = self._running.spec.max_restarts
+            return FitRun(self._client, limit, plan, dataset, options, self._fits, *files).run()
 
     @property
     def last_fit(self) -> FitReport | None:
@@ -897,7 +897,7 @@ class ShardedModelGroup:
         )
         plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
         dataset.pin(client)
-        call = submit_evaluation(self._client, plan)
+        call = self._client.submit_same("evaluate", plan, takes_steps=True)
         call.when_done(lambda _: dataset.unpin(client))
         return call.keep_alive(self)
 
@@ -1001,7 +1001,8 @@ class ShardedModelGroup:
                 stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
-            return PredictRun(lambda: self._running, plan, dataset, progress, self._fits, self._restart).run()
+            limit = self._running.spec.max_restarts
+            return PredictRun(self._client, limit, plan, dataset, progress, self._fits, self._restart).run()
 
     def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
         # A collate function may transform a column; without one, a column is the model argument of the same name.

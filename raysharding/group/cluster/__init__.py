@@ -15,7 +15,6 @@ from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
-    NodeRoom,
     ask_nodes,
     assign,
     cluster_capacity,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
@@ -27,8 +27,6 @@ from raysharding.units import MIB
 
 PACKAGES = ("torch", "ray", "transformers", "safetensors")
 _NVIDIA_SMI_S = 10.0
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -93,30 +91,13 @@ def _gpu_free_bytes() -> tuple[int, ...]:
     return tuple(int(line) * MIB for line in output.split() if line.isdecimal())
 
 
-def replies(refs: Mapping[ray.ObjectRef, Key], timeout_s: float) -> Iterator[tuple[Key, Any]]:
-    """Yield (key, value) in the order of the answers; the value is a `RayError` if the task or the actor failed.
-
-    Args:
-        refs: Ray reference → key.
-        timeout_s: Deadline for all references together; those that are late come last, with a `GetTimeoutError`.
-    """
-    until = time.monotonic() + timeout_s
-    pending = list(refs)
-    while pending:
-        ready, later = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        ready, pending = (ready, later) if ready else (pending, [])
-        for ref in ready:
-            try:
-                value = ray.get(ref, timeout=0)
-            except ray.exceptions.RayError as error:
-                value = error
-            yield refs[ref], value
-
-
 def ask_nodes(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
 ) -> Iterator[tuple[str, Any]]:
-    """Call a function on nodes, by a task on each that needs no CPU, and yield the answers; see `replies`.
+    """Call a function on nodes, by a task on each that needs no CPU.
+
+    Yields Ray's id of a node and the answer there, in the order of the answers. The answer is a `RayError` where the
+    task failed. Nodes that are late come last, with a `GetTimeoutError`.
 
     Args:
         function: The function, of one argument.
@@ -124,20 +105,25 @@ def ask_nodes(
         timeout_s: Deadline for all nodes together. Tasks that are late are cancelled.
     """
     task = ray.remote(num_cpus=0, max_retries=0)(function)
-    refs = {
+    pending = {
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(argument): node_id
         for node_id, argument in arguments.items()
     }
-    late = {node_id: ref for ref, node_id in refs.items()}
+    until = time.monotonic() + timeout_s
     try:
-        for node_id, answer in replies(refs, timeout_s):
-            if not isinstance(answer, ray.exceptions.GetTimeoutError):
-                del late[node_id]
+        while pending and (ready := ray.wait(list(pending), timeout=max(0.0, until - time.monotonic()))[0]):
+            node_id = pending.pop(ready[0])
+            try:
+                answer = ray.get(ready[0], timeout=0)
+            except ray.exceptions.RayError as error:
+                answer = error
             yield node_id, answer
+        for node_id in pending.values():
+            yield node_id, ray.exceptions.GetTimeoutError(f"no answer within {timeout_s:g} s")
     finally:
         # Only these: Ray 2.60 ends the driver when a task is cancelled whose reply has just arrived.
-        for ref in late.values():
-            ray.cancel(ref, force=True)
+        for late in pending:
+            ray.cancel(late, force=True)
 
 
 @dataclass(frozen=True)
@@ -160,10 +146,6 @@ class NodeCapacity:
     def resources(self) -> dict[str, float]:
         """Return the node's resources by Ray's names."""
         return {"CPU": self.cpus, "GPU": float(self.gpus)}
-
-
-NodeRoom = NodeCapacity
-"""The old name of `NodeCapacity`."""
 
 
 def local_capacity() -> list[NodeCapacity]:

@@ -92,10 +92,17 @@ class Reservation:
 
     placement_group: Any
     """Ray's placement group, one bundle for each rank."""
+    world_size: int
+    """Number of ranks."""
     need: Resources
     """Resources of one rank."""
-    is_ours: bool
-    """True if the group made the placement group and therefore removes it."""
+    placement: Placement
+    """Where the ranks may run."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True if the group made the placement group and therefore removes it."""
+        return self.placement.placement_group is None
 
     def node_ip(self, bundle: int) -> str:
         """Return the address of the node that Ray chose for a bundle, `unknown` if Ray does not know."""
@@ -189,29 +196,22 @@ def reserve(
     need = rank_need(device_type, placement)
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
-        return Reservation(placement.placement_group, need, is_ours=False)
-    reservation = _create(world_size, need, placement, key)  # Ray refuses invalid labels
+        return Reservation(placement.placement_group, world_size, need, placement)
+    bundles = [dict(need) for _ in range(world_size)]
+    selector = [dict(placement.labels)] * world_size if placement.labels else None
+    name = f"{_placement_group_prefix(key)}{secrets.token_hex(4)}"  # the one before a restart may not be gone yet
+    made = placement_group(bundles, strategy=placement.strategy, bundle_label_selector=selector, name=name)
+    reservation = Reservation(made, world_size, need, placement)  # Ray has refused invalid labels
     try:
-        _refuse_infeasible(world_size, need, placement, place_s)
+        _refuse_infeasible(reservation, place_s)
     except PlacementError:
         reservation.release()
         raise
     return reservation
 
 
-def _create(world_size: int, need: Resources, placement: Placement, key: str) -> Reservation:
-    """Create a placement group, without waiting until it is ready."""
-    bundles = [dict(need) for _ in range(world_size)]
-    selector = [dict(placement.labels)] * world_size if placement.labels else None
-    name = f"{_placement_group_prefix(key)}{secrets.token_hex(4)}"  # the one before a restart may not be gone yet
-    made = placement_group(bundles, strategy=placement.strategy, bundle_label_selector=selector, name=name)
-    return Reservation(made, need, is_ours=True)
-
-
 def wait_placed(
     reservation: Reservation,
-    world_size: int,
-    placement: Placement,
     place_s: float | None,
     *,
     held: Sequence[str] = (),
@@ -224,8 +224,6 @@ def wait_placed(
 
     Args:
         reservation: A reservation.
-        world_size: Number of ranks.
-        placement: The placement that it was reserved with.
         place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes that make room.
         held: Lines about what the driver's program itself holds, for the error of a busy cluster.
         tell: Takes a line every 10 s: what is missing, and for how long.
@@ -247,19 +245,19 @@ def wait_placed(
             # A wait of less than a second may miss bundles that are placed, and there may have been no other wait.
             if placement_group_table(reservation.placement_group)["state"] == "CREATED":
                 return
-            infeasible = _is_infeasible(reservation, placement)
+            infeasible = _is_infeasible(reservation)
             # Not earlier: a cluster that has just started does not say yet whether it grows.
             if infeasible or place_s is not None or limit_s == _GROW_S or not may_grow():
-                raise _placement_error(world_size, reservation.need, placement, limit_s, held, infeasible)
+                raise _placement_error(reservation, limit_s, held, infeasible)
             limit_s = _GROW_S
         if now - told >= _TELL_S:
             told = now
             _refresh_stale_nodes(reservation.need)
             if reservation.is_ours:  # by now a cluster that has just started says whether it grows
-                _refuse_infeasible(world_size, reservation.need, placement, place_s)
+                _refuse_infeasible(reservation, place_s)
             if tell is not None:
-                cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
-                tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
+                cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation) else ""
+                tell(_waiting(reservation, now - begun) + cannot)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
 
 
@@ -270,24 +268,25 @@ def _refresh_stale_nodes(need: Resources) -> None:
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
 
 
-def _is_infeasible(reservation: Reservation, placement: Placement) -> bool:
+def _is_infeasible(reservation: Reservation) -> bool:
     """Return True if the autoscaler reports so, and no rank would fit where others hold resources."""
     if not is_infeasible(reservation.placement_group.id.hex()):
         return False
-    room = _room(reservation.need, placement)
+    room = _room(reservation)
     return room.fits_now == room.fits_empty
 
 
-def _waiting(reservation: Reservation, world_size: int, placement: Placement, seconds: float) -> str:
+def _waiting(reservation: Reservation, seconds: float) -> str:
     """Return a line that says for what the ranks wait."""
-    need, room = reservation.need, _room(reservation.need, placement)
+    world_size, need, room = reservation.world_size, reservation.need, _room(reservation)
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     # After the loss of a node the bundles on other nodes stay placed.
     placed = placement_group_table(reservation.placement_group)["bundles_to_node_id"].values()
     missing = max(0, world_size - sum(node in alive for node in placed) - room.fits_now)
     each = f"ranks of {show_resources(need)} each"
-    if not missing or placement.placement_group is not None:
-        return f"waiting for Ray to place {world_size} {each} with strategy={placement.strategy!r}, {seconds:.0f} s"
+    if not missing or not reservation.is_ours:
+        strategy = reservation.placement.strategy
+        return f"waiting for Ray to place {world_size} {each} with strategy={strategy!r}, {seconds:.0f} s"
     name = _accelerator(need)
     return f"waiting for {missing} of {world_size} {each if name is None else f'{name}s'}, {seconds:.0f} s"
 
@@ -325,36 +324,32 @@ def _accelerator(need: Resources) -> str | None:
     return next((name for name in need if name != "CPU"), None)
 
 
-def _refuse_infeasible(world_size: int, need: Resources, placement: Placement, place_s: float | None) -> None:
+def _refuse_infeasible(reservation: Reservation, place_s: float | None) -> None:
     """Raise if even the idle cluster has too little room for the ranks, and no further nodes are to be expected.
 
     Where a node has died, the same node or another may come in its place: `restart` waits for it until `place_s`.
     """
-    if place_s is not None and _accelerator(need) is None:
+    if place_s is not None and _accelerator(reservation.need) is None:
         return  # the user may be adding nodes by hand
-    is_short = all(node["Alive"] for node in ray.nodes()) and _room(need, placement).fits_empty < world_size
-    if is_short and not may_grow():
-        raise _placement_error(world_size, need, placement)
+    has_lost_node = not all(node["Alive"] for node in ray.nodes())
+    if not has_lost_node and _room(reservation).fits_empty < reservation.world_size and not may_grow():
+        raise _placement_error(reservation)
 
 
 def _placement_error(
-    world_size: int,
-    need: Resources,
-    placement: Placement,
-    waited_s: float | None = None,
-    held: Sequence[str] = (),
-    infeasible: bool = False,
+    reservation: Reservation, waited_s: float | None = None, held: Sequence[str] = (), infeasible: bool = False
 ) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
-    room = _room(need, placement)
+    world_size, need, strategy = reservation.world_size, reservation.need, reservation.placement.strategy
+    room = _room(reservation)
     lines = list(room.lines)
     when_idle = f"when idle, the cluster has space for {room.fits_empty} ranks"
     if infeasible:
         verdict = (
-            f"infeasible: {_CANNOT_GROW} with strategy={placement.strategy!r}; use fewer ranks, or give it such nodes "
-            "(node types, max_workers)"
+            f"infeasible: {_CANNOT_GROW} with strategy={strategy!r}; use fewer ranks, or give it such nodes (node "
+            "types, max_workers)"
         )
-    elif placement.placement_group is not None:
+    elif not reservation.is_ours:
         verdict = "the given placement group is not ready"
     elif room.fits_empty < world_size and may_grow():
         verdict = (
@@ -364,7 +359,7 @@ def _placement_error(
     elif room.fits_empty < world_size:
         verdict = f"infeasible: even {when_idle}; use fewer, or wait until more nodes have joined"
     else:
-        verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
+        verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={strategy!r}"
         lines += held
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
@@ -398,22 +393,23 @@ class _Room:
     """Number of ranks that fit into the idle cluster."""
 
 
-def _room(need: Resources, placement: Placement) -> _Room:
+def _room(reservation: Reservation) -> _Room:
+    need, labels = reservation.need, reservation.placement.labels
     free = free_resources()
     have: dict[str, dict[str, float]] = {}
     lines = []
     fits_now = fits_empty = 0
     for node in (node for node in ray.nodes() if node["Alive"]):
-        matches = labels_match(node, placement.labels)
+        matches = labels_match(node, labels)
         total = {name: node["Resources"].get(name, 0.0) for name in need}
         now = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in need}
         # Two raylets may share an address (in tests, for example): the id distinguishes them.
         address = node["NodeManagerAddress"]
         have[address if address not in have else f"{address} ({node['NodeID'][:8]})"] = now
-        fits_empty += ranks_that_fit(total, need) if matches else 0
-        note = "" if matches else f"; its labels do not match {dict(placement.labels or {})}"
+        note = "" if matches else f"; its labels do not match {dict(labels or {})}"
         fits = ranks_that_fit(now, need) if matches else 0
         fits_now += fits
+        fits_empty += ranks_that_fit(total, need) if matches else 0
         lines.append(
             f"node {address}: free {show_resources(now)} of {show_resources(total)}, space for {fits} ranks now{note}"
         )

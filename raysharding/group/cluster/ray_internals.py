@@ -12,6 +12,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,28 +86,22 @@ def is_in_session(path: str) -> bool:
 def may_grow() -> bool:
     """Return False if nothing adds nodes to the cluster by itself; True if an autoscaler does, or Ray does not say.
 
-    A cluster that `ray.init()` started in this process has no autoscaler. Elsewhere, Ray's monitor publishes the type
-    of each node every 5 s: without an autoscaler, it makes a type of its own for each node. Autoscaler v2 publishes
-    none.
+    Ray's monitor publishes the type of each node every 5 s: without an autoscaler, it makes a type of its own for each
+    node. Autoscaler v2 publishes none.
     """
-    if started_cluster():
-        return False
     status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
     types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
     return not types or any(node_type != f"node_{node_id}" for node_id, node_type in types.items())
 
 
-@client_mode_wrap
-def _cluster_status() -> bytes:
-    """Return the GCS's `GetClusterStatusReply`, serialized; empty if it does not answer within 2 s.
+def _cluster_status() -> GetClusterStatusReply:
+    """Return what the GCS knows of the cluster; nothing if it does not answer within 2 s. For the controller's process.
 
     `ray.autoscaler.v2.sdk.get_cluster_status` drops parts of the reply.
     """
-    try:
-        status: bytes = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
-    except RpcError:
-        return b""
-    return status
+    with suppress(RpcError):
+        return GetClusterStatusReply.FromString(internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S))
+    return GetClusterStatusReply()
 
 
 def is_infeasible(placement_group_id: str) -> bool:
@@ -117,7 +112,7 @@ def is_infeasible(placement_group_id: str) -> bool:
     Autoscaler v2 reports this, v1 does not for placement groups. v2 reports it as well while what others use or wait
     for takes up what it may add, or idle nodes of another type do: that may change, and the result is False.
     """
-    reply = GetClusterStatusReply.FromString(_cluster_status())
+    reply = _cluster_status()
     scaler, cluster = reply.autoscaling_state, reply.cluster_resource_state
     if all(gang.details.partition(":")[0] != placement_group_id for gang in scaler.infeasible_gang_resource_requests):
         return False
@@ -144,7 +139,7 @@ def stale_nodes(need: Mapping[str, float]) -> list[str]:
     """
     counts = free_resources()
     stale = []
-    for node in GetClusterStatusReply.FromString(_cluster_status()).cluster_resource_state.node_states:
+    for node in _cluster_status().cluster_resource_state.node_states:
         count, report = counts.get(node.node_id.hex()), node.available_resources
         if count is not None and node.status != NodeStatus.DEAD:
             fits = all(report.get(name, 0.0) >= amount for name, amount in need.items())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,7 +29,7 @@ from raysharding.data import (
     schema_as_text,
 )
 from raysharding.errors import DataError, GroupError
-from raysharding.group.calls import Client
+from raysharding.group.calls import Call, Client
 from raysharding.group.rank import DatasetBlocks
 
 _PIN_S = 30.0
@@ -131,18 +129,9 @@ def refuse_iterable(source: Rows | DataPath) -> None:
 
 
 def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> DatasetHandle:
-    computing: Future[tuple[tuple[ray.ObjectRef, ...], Sequence[tuple[int, Any]]]] = Future()
-
-    def compute() -> None:
-        try:
-            computing.set_result(_computed(dataset))
-        except BaseException as error:  # noqa: BLE001 - raised by `computing.result` below
-            computing.set_exception(error)
-
-    threading.Thread(target=compute, name="raysharding-dataset", daemon=True).start()
     try:
-        refs, found = computing.result(timeout_s)
-    except FutureTimeoutError:
+        refs, found = Call.in_thread("dataset", partial(_computed, dataset)).result(timeout_s)
+    except TimeoutError:
         free = ray.available_resources().get("CPU", 0)
         raise DataError(
             f"the Ray dataset is not computed after {timeout_s:g} s; the cluster has {free:g} CPUs free of "

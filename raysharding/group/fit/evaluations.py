@@ -10,21 +10,11 @@ from typing import Any
 from raysharding.arguments import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Call, Client, collect_all
+from raysharding.group.calls import Client, collect_all
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
-
-
-def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
-    """Make the ranks evaluate; see `ShardedModelGroup.evaluate`. They hold the data already.
-
-    Args:
-        client: Submits calls to the current ranks.
-        plan: The evaluation; `None` for that of the `FitPlan`.
-    """
-    return client.submit_same("evaluate", plan, takes_steps=True)
 
 
 def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
@@ -120,12 +110,14 @@ def eval_options(
 class Evaluations:
     """Evaluations of one call of `fit`."""
 
-    def __init__(self, options: EvalOptions | None) -> None:
+    def __init__(self, client: Client, options: EvalOptions | None) -> None:
         """Begin without an evaluation.
 
         Args:
+            client: The group.
             options: The options; `None`: there is no evaluation.
         """
+        self._client = client
         self._options = options
         self._of_run: list[Mapping[str, Any]] = []
         self.done: dict[int, dict[str, float]] = {}
@@ -157,11 +149,10 @@ class Evaluations:
             return place.num_steps % self._options.every == 0
         return place.num_rows is not None and place.step * place.batch_size >= place.num_rows
 
-    def evaluate(self, client: Client, place: Position, path: str) -> dict[str, float]:
+    def evaluate(self, place: Position, path: str) -> dict[str, float]:
         """Evaluate, and make the ranks note the result for the run's saves.
 
         Args:
-            client: Submits calls to the current ranks.
             place: Position of the run.
             path: Path of the run's save at this step, if one is made.
 
@@ -169,7 +160,7 @@ class Evaluations:
             The metrics, by names that begin with `eval_`.
         """
         assert self._options is not None, "is_due comes first"
-        values = submit_evaluation(client, None).result()
+        values = self._client.submit_same("evaluate", None, takes_steps=True).result()  # `None`: that of the `FitPlan`
         metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
         noted: dict[str, Any] = {
             "step": place.num_steps,
@@ -177,7 +168,7 @@ class Evaluations:
         }
         if self._is_best(noted["metrics"]):
             noted |= {"best": self._best_by[0], "path": path}
-        replies = client.submit_same("note_evaluation", noted, collect=collect_all).result()
+        replies = self._client.submit_same("note_evaluation", noted, collect=collect_all).result()
         tell_dropped(replies, "eval_data", self._told)
         self._of_run.append(noted)
         self.done[place.num_steps] = metrics

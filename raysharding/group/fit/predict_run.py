@@ -21,7 +21,7 @@ from raysharding.group.fit.datasets import DatasetHandle, pinned_for
 from raysharding.group.fit.evaluations import tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
-from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.launch import RestartReport
 from raysharding.group.messages import GroupState
 from raysharding.worker import PredictStart, PredictSteps
 
@@ -62,8 +62,10 @@ class PredictReport:
 class PredictRun:
     """One call of `predict`."""
 
-    running: Callable[[], RunningGroup]
-    """Returns the group that computes; a restart replaces its ranks."""
+    client: Client
+    """The group that computes."""
+    max_restarts: int
+    """Largest number of restarts."""
     plan: PredictPlan
     """The ranks' part of the run."""
     data: DatasetHandle
@@ -76,16 +78,14 @@ class PredictRun:
     """Restarts the group."""
 
     def __post_init__(self) -> None:
-        self._restarts = Restarts("predict", self.running, self.restart)
+        self._restarts = Restarts("predict", self.client, self.max_restarts, self.restart)
         self._started = time.monotonic()
         self._is_over = False
         self._num_done = 0
         self._step_s = _CALL_S
-        self._tables: dict[int, ray.ObjectRef] = {}
-        """First row of a part → its table, in the object store."""
+        self._tables: dict[int, tuple[ray.ObjectRef, Any]] = {}
+        """First row of a part → its table, in the object store, and the pyarrow schema of it."""
         self._num_bytes = 0
-        self._schemas: dict[int, Any] = {}
-        """First row of a part → the pyarrow schema of its table."""
         self._schema: Any = None
         """The types that hold the values of all tables."""
         self._told: set[str] = set()
@@ -94,7 +94,12 @@ class PredictRun:
         """Run all forwards; see `ShardedModelGroup.predict`."""
         try:
             start = self._begin()
-            self._check_restartable(start)
+            if self.max_restarts and not start.in_files:
+                raise ValueError(
+                    f"max_restarts={self.max_restarts}, but the group was trained, or got weights by copy_to, since "
+                    "it was loaded or saved: after a restart, the rows that are left would be computed with other "
+                    "weights. Save the group first"
+                )
             with progress_bar(self.progress, "predict", "rows", start.num_rows, start.num_done) as bar:
                 self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
         finally:
@@ -104,27 +109,14 @@ class PredictRun:
         seconds, number = time.monotonic() - self._started, self._restarts.number
         return PredictReport(self.plan.output, start.num_rows, start.num_done, start.num_parts, seconds, number)
 
-    @property
-    def _client(self) -> Client:
-        return self.running().client
-
     def _begin(self) -> PredictStart:
         """Make the ranks open the data and the output."""
         plan = replace(self.plan, taken=tuple(self._tables))
-        with pinned_for([self.data], self._client):
-            start: PredictStart = self._client.submit_same("predict_begin", plan).result()
+        with pinned_for([self.data], self.client):
+            start: PredictStart = self.client.submit_same("predict_begin", plan).result()
         self._is_over, self._num_done = start.is_over, start.num_done
         self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
-
-    def _check_restartable(self, start: PredictStart) -> None:
-        """Refuse a run that a restart would continue with other weights."""
-        if self._restarts.limit and not start.in_files:
-            raise ValueError(
-                f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
-                "was loaded or saved: after a restart, the rows that are left would be computed with other weights. "
-                "Save the group first"
-            )
 
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Continue with the parts that are not complete."""
@@ -146,9 +138,7 @@ class PredictRun:
             self.lock.check_interrupted(f"interrupt() ended predict after {self._num_done:,} rows{later}")
             begun = time.monotonic()
             number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-            replies: list[PredictSteps] = self._client.submit_same(
-                "predict_steps", number, collect=collect_all
-            ).result()
+            replies: list[PredictSteps] = self.client.submit_same("predict_steps", number, collect=collect_all).result()
             self._step_s = (time.monotonic() - begun) / max(1, replies[0].num_steps)
             self._take(replies)
             tell_dropped((reply.dropped for reply in replies), "the data", self._told, "predict")
@@ -168,7 +158,7 @@ class PredictRun:
             return
         batches, collect = deal((), {}, len(replies)), collect_returns(Out.refs(), ())
         try:
-            refs = self._client.submit_batches("predict_take", batches, collect=collect, as_refs=True).result()
+            refs = self.client.submit_batches("predict_take", batches, collect=collect, as_refs=True).result()
         except OutputTooLargeError as error:
             cure = "give output=, a smaller rows_per_file, or a fn that returns less"
             sizes = {"num_bytes": error.num_bytes, "max_output_bytes": error.max_output_bytes}
@@ -176,32 +166,31 @@ class PredictRun:
             raise OutputTooLargeError(f"{what}={error.max_output_bytes}: {cure}", **sizes) from error
         for reply, ref in zip(replies, refs, strict=True):
             for first, num_bytes, text in reply.finished:
-                self._tables[first] = ref
+                schema = schema_from_text(text)
+                self._tables[first] = ref, schema
                 self._num_bytes += num_bytes
-                self._schemas[first] = schema = schema_from_text(text)
                 self._schema = unify_schemas([self._schema or schema, schema], self.plan.maker)
 
     def _joined(self) -> Any:
         """Return a table of all rows, or a dataset if it would be larger than `max_output_bytes`."""
-        tables = sorted(self._tables.items())
-        if self._num_bytes > self._client.max_output_bytes:
+        tables = [self._tables[first] for first in sorted(self._tables)]
+        if self._num_bytes > self.client.max_output_bytes:
             from ray.data import from_arrow_refs
 
-            final = {first for first, schema in self._schemas.items() if schema.equals(self._schema)}
             return from_arrow_refs(
-                [ref if first in final else _cast.remote(ref, self._schema) for first, ref in tables]
+                [ref if own.equals(self._schema) else _cast.remote(ref, self._schema) for ref, own in tables]
             )
         try:
-            return join_tables(ray.get([ref for _, ref in tables], timeout=self._client.timeouts.call_s))
+            return join_tables(ray.get([ref for ref, _ in tables], timeout=self.client.timeouts.call_s))
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
 
     def _let_go(self) -> None:
-        if self._client.state in (GroupState.READY, GroupState.BUSY):
+        if self.client.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                self._client.submit_same("predict_end", is_last=True).result()
-            self.data.unpin(self._client)
+                self.client.submit_same("predict_end", is_last=True).result()
+            self.data.unpin(self.client)
 
 
 @ray.remote(num_cpus=0)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raysharding.errors import CallCancelledError, GroupError, RendezvousError
+from raysharding.group.calls import Client
 from raysharding.group.cluster import tell
-from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.launch import RestartReport
 from raysharding.group.messages import GroupState
 
 
 @dataclass
 class Restarts:
-    """Runs steps, and restarts the group at most `max_restarts` times."""
+    """Runs steps, and restarts the group at most `limit` times."""
 
     what: str
     """Name of the run, for people."""
-    running: Callable[[], RunningGroup]
-    """Returns the group; a restart replaces its ranks."""
+    client: Client
+    """The group."""
+    limit: int
+    """Largest number of restarts."""
     restart: Callable[[], RestartReport]
     """Restarts the group."""
     may_restart: Callable[[], bool] = lambda: True
     """Returns False if the run is to end instead."""
     number: int = 0
     """Number of restarts so far, including those that failed because another rank was lost."""
-
-    def __post_init__(self) -> None:
-        self.limit = self.running().spec.max_restarts
-        """Largest number of restarts."""
 
     def run(self, steps: Callable[[], None], go_back: Callable[[RestartReport], None]) -> None:
         """Run all steps.
@@ -45,32 +43,24 @@ class Restarts:
         while True:
             try:
                 if lost is not None:
-                    with self._after(lost):
-                        go_back(self._restarted(lost))
+                    self._go_back(lost, go_back)
                 steps()
                 return
             except CallCancelledError:
                 raise  # an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                state = self.running().client.state
-                if state is not GroupState.BROKEN or self.number >= self.limit or not self.may_restart():
+                is_broken = self.client.state is GroupState.BROKEN
+                if not is_broken or self.number >= self.limit or not self.may_restart():
                     raise
                 lost = error
 
-    def _restarted(self, error: Exception) -> RestartReport:
+    def _go_back(self, lost: Exception, go_back: Callable[[RestartReport], None]) -> None:
+        """Restart the group; an error that the restart raises gets a note with the reason for the restart."""
+        cause = str(lost).partition("\n")[0]
         self.number += 1
-        tell(f"{self.what}: {_cause(error)}; restart {self.number} of {self.limit}")
-        return self.restart()
-
-    @contextmanager
-    def _after(self, lost: Exception) -> Iterator[None]:
-        """Add a note with the reason for the restart to an error that the restart raises."""
+        tell(f"{self.what}: {cause}; restart {self.number} of {self.limit}")
         try:
-            yield
+            go_back(self.restart())
         except Exception as error:
-            error.add_note(f"raysharding: {self.what} was restarting after: {_cause(lost)}")
+            error.add_note(f"raysharding: {self.what} was restarting after: {cause}")
             raise
-
-
-def _cause(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -23,10 +23,8 @@ from raysharding.errors import CheckpointError, GroupError
 from raysharding.group.calls import (
     Call,
     Client,
-    Collect,
     ProgressBar,
     collect_all,
-    collect_rank0,
     progress_bar,
 )
 from raysharding.group.cluster import tell, warn
@@ -37,7 +35,7 @@ from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
 from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
-from raysharding.group.launch import RestartReport, RunningGroup
+from raysharding.group.launch import RestartReport
 from raysharding.group.messages import GroupState
 from raysharding.worker import FitStart, FitSteps
 
@@ -112,8 +110,10 @@ class FitOptions:
 class FitRun:
     """One call of `fit`."""
 
-    running: Callable[[], RunningGroup]
-    """Returns the group whose model is trained; a restart replaces its ranks."""
+    client: Client
+    """The group whose model is trained."""
+    max_restarts: int
+    """Largest number of restarts."""
     plan: FitPlan
     """The ranks' part of the run."""
     data: DatasetHandle
@@ -130,16 +130,16 @@ class FitRun:
     """Begins the load of a save, as `ShardedModelGroup.load` does."""
 
     def __post_init__(self) -> None:
-        self._stop = StopSignal(lambda: self._client, is_wanted=self.options.save_on_signal)
-        self._interrupts = NotedInterrupts(lambda: self._client)
-        self._gauges = RayGauges(self.running().client.name)
+        self._stop = StopSignal(self.client, is_wanted=self.options.save_on_signal)
+        self._interrupts = NotedInterrupts(self.client)
+        self._gauges = RayGauges(self.client.name)
         self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
         # Whoever stops the driver by a signal may have stopped the ranks as well.
-        self._restarts = Restarts("fit", self.running, self.restart, may_restart=lambda: not self._stop.came)
+        self._restarts = Restarts("fit", self.client, self.max_restarts, self.restart, lambda: not self._stop.came)
         self._started = time.monotonic()
         self._begun: Position | None = None
+        self._place: Position
         self._generators: list[Mapping[str, Any]] = []
-        self._position: Position | None = None
         self._total: int | None = None
         self._history: dict[str, list[float]] = {}
         self._num_rows = self._num_tokens = 0
@@ -151,7 +151,7 @@ class FitRun:
         self._skipped: list[int] = []
         self._warned: set[str] = set()
         evaluation = self.options.evaluation
-        self._evaluations = Evaluations(evaluation)
+        self._evaluations = Evaluations(self.client, evaluation)
         self._datasets = [self.data] if evaluation is None else [self.data, evaluation.data]
         self._last: FitStep | None = None
 
@@ -190,7 +190,7 @@ class FitRun:
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self._client.connection.snapshot.saves if path in self._paths]
+        committed = [path for path in self.client.connection.snapshot.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -210,22 +210,13 @@ class FitRun:
         )
 
     @property
-    def _client(self) -> Client:
-        return self.running().client
-
-    @property
-    def _place(self) -> Position:
-        assert self._position is not None, "_begin comes first"
-        return self._position
-
-    @property
     def _first_step(self) -> int:
         assert self._begun is not None, "_begin comes first"
         return self._begun.num_steps
 
     def _load_latest(self) -> bool:
         """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
-        latest: tuple[str, bool] | None = self._submit("latest_save", self.options.save_to).result()
+        latest: tuple[str, bool] | None = self.client.submit_same("latest_save", self.options.save_to).result()
         if latest is None:
             return False
         path, is_held = latest
@@ -236,11 +227,11 @@ class FitRun:
     def _begin(self, *, resume: bool) -> None:
         """Make the ranks open the data, and get their position in the run."""
         if resume:
-            self._client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
-        with pinned_for(self._datasets, self._client):
+            self.client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
+        with pinned_for(self._datasets, self.client):
             arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
-            start: FitStart = self._submit("fit_begin", *arguments).result()
-            self._position, self._total = start.position, start.total_steps
+            start: FitStart = self.client.submit_same("fit_begin", *arguments).result()
+            self._place, self._total = start.position, start.total_steps
             self._evaluations.begin(start.position)
             if start.has_save:
                 self._asked = start.position.num_steps
@@ -248,13 +239,13 @@ class FitRun:
                 warn(start.warning)
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
-            if self._restarts.limit:
-                self._generators = self._submit("generators", collect=collect_all).result()
+            if self.max_restarts:
+                self._generators = self.client.submit_same("generators", collect=collect_all).result()
         elif replace(self._place, evaluations=()) == replace(self._begun, evaluations=()):
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
-            call_s = self._client.timeouts.call_s
-            self._client.submit_each("restore_generators", own, deadline_s=call_s).result()
+            call_s = self.client.timeouts.call_s
+            self.client.submit_each("restore_generators", own, deadline_s=call_s).result()
 
     def _secure_the_beginning(self) -> None:
         """Save the beginning of the run unless files hold it: with `max_restarts`, a restart may go back to it.
@@ -262,20 +253,16 @@ class FitRun:
         Raises:
             ValueError: The beginning is not saved, and there is no `save_to`.
         """
-        if not self._restarts.limit or self._begun_in_files:
+        if not self.max_restarts or self._begun_in_files:
             return
         if self.options.save_to is None:
             raise ValueError(
-                f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
+                f"max_restarts={self.max_restarts}, but the group was trained, or got weights by copy_to, since it "
                 "was loaded or saved: a restart would lose that. Save the group first, with its optimizer, or pass "
                 "save_to="
             )
         self._save(in_background=False)
         self._begun_in_files = True
-
-    def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
-        """Submit a command to the current ranks."""
-        return self._client.submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _end(self, error: BaseException | None) -> None:
         """Make the ranks, if any, release the data, and close the callbacks.
@@ -285,41 +272,39 @@ class FitRun:
         """
         if error is not None and self._paths and CheckpointError in (type(error), type(error.__cause__)):
             # A full disk fails every save of the run in progress: they become notes here, and later calls do not raise.
-            for other in self._client.pending.take_failed(self._paths, self.plan.data.stall_s):
+            for other in self.client.pending.take_failed(self._paths, self.plan.data.stall_s):
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
-        first: Exception | None = None
+        errors = [] if error is None else [error]
         for let_go in (self._let_go, *closes):
             try:
                 let_go()
             except Exception as raised:  # noqa: BLE001 - the other callbacks must be closed as well
-                if error is None and first is None:
-                    first = raised
-                else:
-                    (error or first or raised).add_note(f"raysharding: then {type(raised).__name__}: {raised}")
-        if first is not None:
-            raise first
+                errors.append(raised)
+        for later in errors[1:]:
+            errors[0].add_note(f"raysharding: then {type(later).__name__}: {later}")
+        if error is None and errors:
+            raise errors[0]
 
     def _let_go(self) -> None:
-        if self._client.state in (GroupState.READY, GroupState.BUSY):
+        if self.client.state in (GroupState.READY, GroupState.BUSY):
             replies: list[FitSteps | None] = []
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                replies = self._submit("fit_end", collect=collect_all, is_last=True).result()
+                replies = self.client.submit_same("fit_end", collect=collect_all, is_last=True).result()
             for data in self._datasets:
-                data.unpin(self._client)
-            if self._begun is not None:  # else `fit_begin` raised, on some ranks after they had made their run
-                self._note_untold([reply for reply in replies if reply is not None])
+                data.unpin(self.client)
+            steps = [reply for reply in replies if reply is not None]
+            if self._begun is not None and steps:  # else `fit_begin` raised, after some ranks had made their run
+                self._note_untold(steps)
 
     def _note_untold(self, replies: Sequence[FitSteps]) -> None:
         """Record and report the steps of a call before the one that raised; a resumed run continues after them.
 
         Args:
-            replies: Steps of the last call, of each rank; empty if no run has begun.
+            replies: Steps of the last call, of each rank.
         """
-        if not replies:
-            return
         number = replies[0].position.num_steps - self._place.num_steps
-        self._position = replies[0].position
+        self._place = replies[0].position
         if number and all(reply.position == self._place for reply in replies):  # an error may have been of some ranks
             untold = [replace(reply, steps=reply.steps[-number:]) for reply in replies]
             for step in self._note(untold, number * self._step_s):
@@ -328,7 +313,7 @@ class FitRun:
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
         """Wait for the group's background saves after a restart, and continue from the ranks' position."""
         try:
-            self._client.pending.wait(self.plan.data.stall_s)
+            self.client.pending.wait(self.plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         self._asked = None
@@ -372,15 +357,14 @@ class FitRun:
             step = self._place.num_steps
             self.fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
             begun = time.monotonic()
-            replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
+            replies: list[FitSteps] = self.client.submit_same(
+                "fit_steps", self._num_next(), collect=collect_all
+            ).result()
             seconds = time.monotonic() - begun
-            is_over, self._position = replies[0].is_over, replies[0].position
-            told: list[FitStep] = []
-            if replies[0].steps:
-                self._step_s = seconds / len(replies[0].steps)
-                told = self._note(replies, seconds)
+            is_over, self._place = replies[0].is_over, replies[0].position
+            told = self._note(replies, seconds) if replies[0].steps else []
             is_over = self._after_steps(told, bar, is_over=is_over)
-        self._client.pending.wait(self.plan.data.stall_s)
+        self.client.pending.wait(self.plan.data.stall_s)
 
     def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
@@ -395,9 +379,8 @@ class FitRun:
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        intervals = [*self.options.callback_intervals]
-        if self.options.save_every is not None:
-            intervals.append(self.options.save_every)
+        every_so_often = *self.options.callback_intervals, self.options.save_every
+        intervals = [every for every in every_so_often if every is not None]
         ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
         return min([number, *(end for end in ends if end is not None)])
 
@@ -405,6 +388,7 @@ class FitRun:
         """Record the results of steps, and return them for the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
+        self._step_s = seconds / len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
@@ -432,7 +416,7 @@ class FitRun:
             self._tell_step(step, bar)
         last = self._last = steps[-1] if steps else self._last
         if self._evaluations.is_due(self._place, is_end=is_end):
-            values = self._evaluations.evaluate(self._client, self._place, self._save_path)
+            values = self._evaluations.evaluate(self._place, self._save_path)
             self._asked = None  # a save of this step, if there is one, lacks the evaluation
             # Before a resume or restart steps may have been taken that were not reported here.
             if last is not None and last.num_steps == self._place.num_steps:

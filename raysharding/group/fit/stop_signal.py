@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
@@ -21,11 +20,11 @@ class StopSignal:
     wanted.
     """
 
-    def __init__(self, client: Callable[[], Client], *, is_wanted: bool) -> None:
+    def __init__(self, client: Client, *, is_wanted: bool) -> None:
         """Install nothing; `__enter__` does.
 
         Args:
-            client: As for `NotedInterrupts`.
+            client: The group.
             is_wanted: False to leave SIGTERM alone.
         """
         self.came = False
@@ -52,7 +51,7 @@ class StopSignal:
         if not self.came:
             self.came = True
             return
-        self._client().abandon_soon("a second SIGTERM")
+        self._client.abandon_soon("a second SIGTERM")
         self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -63,11 +62,11 @@ class NotedInterrupts(MaskedInterrupts):
     The second Ctrl-C raises at once; if a call runs, it stops the ranks.
     """
 
-    def __init__(self, client: Callable[[], Client]) -> None:
+    def __init__(self, client: Client) -> None:
         """Install nothing; `__enter__` does.
 
         Args:
-            client: Returns the client of the group, whose ranks a restart replaces.
+            client: The group.
         """
         super().__init__()
         self._client = client
@@ -84,8 +83,8 @@ class NotedInterrupts(MaskedInterrupts):
             return  # the program's own handler has handled it
         if is_second:
             if signal.getsignal(signal.SIGINT) is not self._installed:  # below the handler of a wait for a call
-                self._client().abandon_soon("a second Ctrl-C")
+                self._client.abandon_soon("a second Ctrl-C")
             assert self._raised is not None
             raise self._raised
         what = "ends after the steps in progress; once more stops the ranks, and their weights are lost"
-        self._client().tell_soon(f"Ctrl-C: fit {what}")
+        self._client.tell_soon(f"Ctrl-C: fit {what}")

@@ -21,8 +21,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from safetensors.torch import save_file
 
 from raysharding import CheckpointError, Placement, PlacementError, PlanError, ShardedModelGroup, Timeouts
-from raysharding.group.cluster import choose_ranks, cluster_cpus, placement, reserve, wait_placed
-from raysharding.group.cluster.nodes import replies
+from raysharding.group.cluster import ask_nodes, choose_ranks, cluster_cpus, placement, reserve, wait_placed
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.spec import GroupSpec
 from tests import forking
@@ -65,7 +64,7 @@ def test_bundles_that_are_placed_are_seen_after_the_deadline() -> None:
     try:
         assert reservation.placement_group.wait(20)
         for _ in range(20):
-            wait_placed(reservation, 2, Placement(), 0.0)
+            wait_placed(reservation, 0.0)
     finally:
         reservation.release()
 
@@ -126,7 +125,7 @@ from pathlib import Path
 import ray
 from examples import quickstart
 from raysharding import Placement, PlacementError, ShardedModelGroup
-from raysharding.group.cluster import choose_ranks, cluster_cpus, cluster_gpus
+from raysharding.group.cluster import ask_nodes, choose_ranks, cluster_cpus, cluster_gpus
 from tests.forking import runtime_env
 from tests.group.conftest import make_mlp
 
@@ -174,7 +173,7 @@ def reserved(world_size, place_s):
     try:
         reservation = reserve(world_size, "cuda", Placement(), "nodes")
         try:
-            wait_placed(reservation, world_size, Placement(), place_s)
+            wait_placed(reservation, place_s)
         finally:
             reservation.release()
         return "placed"
@@ -316,18 +315,21 @@ def test_a_path_that_no_node_sees_fails_before_anything_is_placed(checkpoint: Pa
         make_group(checkpoint.with_name("nothing.safetensors"))
 
 
-def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
-    @ray.remote(max_retries=0, num_cpus=1)
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_is_gone_does_not_hide_another_that_answers() -> None:
     def answer(after_s: float) -> int:
-
         time.sleep(after_s)
         return 7 if after_s else os._exit(1)
 
-    refs = {answer.remote(0.0): "10.0.0.1", answer.remote(1.0): "10.0.0.2"}
-    (died, error), answered = replies(refs, 30)
-    assert died == "10.0.0.1"
-    assert "died" in str(error)
-    assert answered == ("10.0.0.2", 7)
+    own, gone = ray.get_runtime_context().get_node_id(), "e" * 56
+    (first, error), answered = ask_nodes(answer, {gone: 0.0, own: 1.0}, 30)
+    assert first == gone
+    assert isinstance(error, ray.exceptions.RayError)
+    assert answered == (own, 7)
+    ((_, crashed),) = ask_nodes(answer, {own: 0.0}, 30)
+    assert "died" in str(crashed)
+    ((_, late),) = ask_nodes(answer, {own: 30.0}, 0.2)
+    assert isinstance(late, ray.exceptions.GetTimeoutError)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -60,12 +60,13 @@ def test_an_actor_in_a_bundle_that_others_use_says_so() -> None:
 
     need = {"CPU": 1.0}
     bundles = placement_group([need])
+    given = Placement(placement_group=bundles)
     taken = PlacementGroupSchedulingStrategy(bundles)
     other = ray.remote(num_cpus=1)(Other).options(scheduling_strategy=taken).remote()
     try:
         ray.get(other.ready.remote(), timeout=60)
         with pytest.raises(CallTimeoutError, match="free the given placement group: another actor or task may use"):
-            asyncio.run(start_ranks(plan_of(1, start_s=1.0), Reservation(bundles, need, is_ours=False)))
+            asyncio.run(start_ranks(plan_of(1, start_s=1.0), Reservation(bundles, 1, need, given)))
     finally:
         ray.kill(other)
         remove_placement_group(bundles)
@@ -94,7 +95,7 @@ def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
     begun = now()
     try:
         with pytest.raises(GroupError, match="could not start") as caught:
-            asyncio.run(probe(actors, plan_of(2), Placed(None, {}, is_ours=True)))
+            asyncio.run(probe(actors, plan_of(2), Placed(None, 2, {}, Placement())))
         assert list(caught.value.failures) == [1]
         assert caught.value.failures[1].node_ip == "node of 1"
         assert now() - begun < 30
