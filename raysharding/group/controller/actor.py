@@ -100,9 +100,8 @@ class GroupController:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
         delete_records_of_dead_jobs()
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
-        if is_restarted and self._record.stored is None:
+        if is_restarted and self._record.spec is None:
             ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
-        self._files = self._record.files
         self._status = GroupStatus(identity.title)
         self._drivers = Drivers(identity.title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
@@ -115,10 +114,10 @@ class GroupController:
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = self._num_notes = 0
         self._changed = asyncio.Event()
-        if self._record.stored is not None:
+        if self._record.spec is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{identity.title}: its controller died, and the ranks with it"))
-        if self._record.stored is None or not identity.is_named:
+        if self._record.spec is None or not identity.is_named:
             timer = threading.Timer(_ATTACH_S, self._end_unattached)
             timer.daemon = True
             timer.start()
@@ -139,10 +138,8 @@ class GroupController:
         self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
-        stored = self._record.stored
-        spec, loaded = (None, None) if stored is None else (stored.spec, stored.loaded)
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        return Attached(self._snapshot(), spec, loaded, where)
+        return Attached(self._snapshot(), self._record.spec, self._record.loaded, where)
 
     async def never(self) -> None:
         """Run until the controller ends."""
@@ -204,16 +201,14 @@ class GroupController:
             loaded: What the load has found.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
-        if reloaded is not None:
-            self._files.reloaded(reloaded)
-        await self._record.keep(spec, loaded)
+        await self._record.keep(spec, loaded, reloaded)
         self._status.ready()
         self._bump()
 
     async def spec(self) -> Packed:
         """Return the spec that a restart uses."""
-        assert self._record.stored is not None, "the group was READY"
-        return self._record.stored.spec
+        assert self._record.spec is not None, "the group was READY"
+        return self._record.spec
 
     async def update(self, spec: Packed) -> None:
         """Replace the spec that a restart uses."""
@@ -296,14 +291,13 @@ class GroupController:
             await self._ranks.stop()
         self._status.begin(driver)
         self._bump()
-        return self._files.record
+        return self._record.files
 
     async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
-        """Note how saves ended whose ranks are gone; see `GroupFiles.settled`."""
-        self._files.settled(tokens, committed)
-        await self._record.write()
+        """Note how saves ended whose ranks are gone; see `Record.settled`."""
+        await self._record.settled(tokens, committed)
         self._bump()
-        return self._files.record
+        return self._record.files
 
     async def give_up(self, driver: str, error: GroupError) -> None:
         """End a restart that failed."""
@@ -383,7 +377,8 @@ class GroupController:
     async def _run_on_ranks(self, call: QueuedCall) -> Verdict:
         ranks, submission = self._ranks, call.submission
         assert ranks is not None, "calls are accepted once there are ranks"
-        begun = await self._record.begin(submission)
+        if submission.save is not None:
+            await self._record.begun(submission.save)
         if call.ended.done():  # the group broke meanwhile
             return Verdict(call.ended.result())
         options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
@@ -394,12 +389,14 @@ class GroupController:
         self._num_commands = call.running.number
         if call.ended.done() or verdict.outcome.error is not None:
             return verdict
-        if begun.save is not None and submission.is_async_save:
+        if submission.save is not None and submission.is_async_save:
             number = verdict.outcome.sent[0]
             assert isinstance(number, Packed), "a small int"
-            self._saves.follow(begun.save, number.unpack(), ranks)
-        elif begun.number:
-            await self._record.end(begun, keeps_adapters=verdict.keeps_adapters)
+            self._saves.follow(submission.save, number.unpack(), ranks)
+        elif submission.save is not None:
+            await self._on_committed(submission.save)
+        elif submission.loads is not None:
+            await self._record.load_ended(submission.loads, keeps_adapters=verdict.keeps_adapters)
             self._bump()
         return verdict
 
@@ -417,7 +414,7 @@ class GroupController:
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
     async def _on_committed(self, save: BegunSave) -> None:
-        await self._record.committed(save)
+        await self._record.settled([save.token], [save.token])
         self._bump()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
@@ -520,7 +517,7 @@ class GroupController:
             cause=self._status.cause,
             ranks=() if ranks is None else ranks.infos,
             log_paths=() if ranks is None else tuple(one.log_paths for one in ranks.members),
-            saves=self._files.record.saves,
+            saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),
         )
