@@ -32,7 +32,6 @@ from raysharding.group.controller.call_metrics import EXPORT_S, CallMetrics
 from raysharding.group.controller.drivers import Driver, Drivers
 from raysharding.group.controller.intake import Intake
 from raysharding.group.controller.lease import end_without_renewal
-from raysharding.group.controller.look import all_stacks
 from raysharding.group.controller.members import Ranks, start
 from raysharding.group.controller.queue import CallQueue, QueuedCall
 from raysharding.group.controller.record import Record
@@ -322,7 +321,7 @@ class GroupController:
 
     async def stacks(self) -> dict[int, str]:
         """Return the Python stacks of every rank."""
-        return {} if self._ranks is None else await all_stacks(self._ranks)
+        return {} if self._ranks is None else await self._ranks.stacks()
 
     async def saved_bytes(self) -> dict[str, int]:
         """Return the bytes written so far of each save in the background that has not ended, by token."""

@@ -36,7 +36,7 @@ class Command:
     shared: Packed | None = None
     """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `args`; `None` if there are
     none, or if `fetched` names it."""
-    fetched: tuple[Literal["args", "shared"], ...] = ()
+    fetched: tuple[str, ...] = ()
     """Fields that are too large for the command: `RankActor.fetch` brings their values first, in this order."""
     output: OutputMode = "value"
     """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
