@@ -30,8 +30,6 @@ from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
 from raysharding.group.controller.call_metrics import EXPORT_S, CallMetrics
 from raysharding.group.controller.drivers import Driver, Drivers
-from raysharding.group.controller.intake import Intake
-from raysharding.group.controller.lease import end_without_renewal
 from raysharding.group.controller.members import Ranks, start
 from raysharding.group.controller.queue import CallQueue, QueuedCall
 from raysharding.group.controller.record import Record
@@ -44,7 +42,6 @@ from raysharding.group.messages import (
     FilesRecord,
     GroupState,
     Interrupted,
-    Item,
     Outcome,
     Packed,
     ProbeReplies,
@@ -105,8 +102,7 @@ class GroupController:
         self._drivers = Drivers(identity.title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(identity.title)
-        self._queue = CallQueue(self._run)
-        self._intake = Intake(identity.title, self._drivers, self._status, self._queue)
+        self._queue = CallQueue(identity.title, self._drivers, self._status, self._run)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._is_open = self._was_attached = self._resets_next = False
@@ -153,7 +149,7 @@ class GroupController:
 
         It returns earlier where the lease asks for it: a driver polls again at once.
         """
-        self._drivers.heard(self._drivers[driver])
+        self._drivers.heard(driver)
         if version == self._version:
             changed, lease_s = self._changed, self._identity.lease_s
             wait_s = wait_s if lease_s is None else min(wait_s, lease_s / _RENEWALS)
@@ -213,37 +209,9 @@ class GroupController:
         """Replace the spec that a restart uses."""
         await self._record.set_spec(spec)
 
-    async def submit(self, driver: str, number: int, sent: Any) -> Any:
-        """See `Intake.submit`."""
-        return await self._intake.submit(driver, number, sent)
-
-    async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
-        """See `Intake.submit_follower`."""
-        await self._intake.submit_follower(driver, before, submission)
-
-    async def arrived(self, driver: str, number: int) -> None:
-        """See `Intake.arrived`."""
-        await self._intake.arrived(driver, number)
-
-    async def outcome(self, driver: str, key: int | str, unknown: GroupError) -> Any:
-        """See `Intake.outcome`."""
-        return await self._intake.outcome(driver, key, unknown)
-
-    async def copy_is_ready(self, key: str) -> tuple[bool, str]:
-        """See `Intake.copy_is_ready`."""
-        return await self._intake.copy_is_ready(key)
-
-    async def copy_ended(self, key: str) -> str:
-        """See `Intake.copy_ended`."""
-        return await self._intake.copy_ended(key)
-
-    async def item(self, driver: str, number: int, index: int) -> Item:
-        """See `Intake.item`."""
-        return await self._intake.item(driver, number, index)
-
-    async def progress(self, driver: str, number: int) -> tuple[int, int]:
-        """See `Intake.progress`."""
-        return self._intake.progress(driver, number)
+    async def queue(self, method: str, *args: Any) -> Any:
+        """Call a method of the `CallQueue`."""
+        return await getattr(self._queue, method)(*args)
 
     async def interrupt(self, driver: str, source: str, before: int) -> Interrupted:
         """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
@@ -355,7 +323,7 @@ class GroupController:
         start(self._queue.run())
         start(self._export())
         if self._identity.lease_s is not None:
-            start(end_without_renewal(self._identity.lease_s, self._drivers, self._identity.title, self._on_expired))
+            start(self._end_without_renewal(self._identity.lease_s))
 
     async def _run(self, call: QueuedCall) -> None:
         """Run a call on the ranks, and end it. The queue calls it for one call after the other."""
@@ -482,7 +450,9 @@ class GroupController:
         if not self._was_attached:
             ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _on_expired(self, why: str) -> None:
+    async def _end_without_renewal(self, lease_s: float) -> None:
+        await self._drivers.wait_silent(lease_s)
+        why = f"no driver has renewed the lease of {lease_s:g} s of {self._identity.title}: the group ends"
         self._note(why)
         await self.shutdown(why)
 
