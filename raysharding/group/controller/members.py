@@ -168,7 +168,7 @@ class Ranks:
         while True:
             for rank, member in enumerate(self.members):
                 if rank not in self.dead:
-                    member.actor.renew.remote(LEASE_S)
+                    member.actor.renew.remote()
             await asyncio.sleep(_RENEW_S)
 
     async def _stop(self) -> None:

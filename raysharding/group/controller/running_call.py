@@ -149,14 +149,14 @@ class RunningCall:
         if any(refs for _, refs in commands):
             # All ranks hold their arguments before one enters a collective.
             pairs = zip(members, commands, strict=True)
-            await self._gather([member.actor.fetch.remote(self.number, *refs) for member, (_, refs) in pairs])
+            await self._gather([member.actor.fetch.remote(self.number, **refs) for member, (_, refs) in pairs])
             if self._seen:
                 return
         running = [member.actor.run.remote(sent) for member, (sent, _) in zip(members, commands, strict=True)]
         await self._gather([status for status, _ in running], [result for _, result in running])
 
-    def _command(self, method: str, args: Part) -> tuple[Any, list[ray.ObjectRef]]:
-        """Return an encoded command, and the references of its large arguments, which the ranks fetch before."""
+    def _command(self, method: str, args: Part) -> tuple[Any, dict[str, ray.ObjectRef]]:
+        """Return an encoded command, and the references of its fields that the ranks fetch before."""
         whole = self.submission
         given: dict[str, Any] = {"args": args, "shared": whole.shared}
         refs = {name: part for name, part in given.items() if isinstance(part, ray.ObjectRef)}
@@ -164,12 +164,12 @@ class RunningCall:
             method=method,
             number=self.number,
             **{**given, **dict.fromkeys(refs)},
-            fetched=tuple(refs),
+            is_fetched=bool(refs),
             output=whole.output,
             max_output_bytes=whole.max_output_bytes,
             resets=self.resets and self.number == self.first_number,
         )
-        return encoded(command, has_refs=False), list(refs.values())
+        return encoded(command, has_refs=False), refs
 
     async def _gather(self, replies: Sequence[ray.ObjectRef], results: Sequence[ray.ObjectRef] = ()) -> None:
         """Wait for the replies of all ranks, at most until the deadline, or until ranks have had their time.
