@@ -323,10 +323,13 @@ class Client:
             )
             first._send(calls[leader], replace(own, other=its), 0, first.timeouts.call_s)
             with suppress(GroupError):  # the call raises it
-                here.ask("arrived", here.key, calls[leader].number, within_s=None)
+                here.ask("queue", "arrived", here.key, calls[leader].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
             second._follow(
-                calls[follower], there.controller.outcome.remote(there.key, key, unknown), 0, second.timeouts.call_s
+                calls[follower],
+                there.controller.queue.remote("outcome", there.key, key, unknown),
+                0,
+                second.timeouts.call_s,
             )
         return calls[0], calls[1]
 
@@ -335,7 +338,9 @@ class Client:
         call.number = self._next_number
         self._next_number += 1
         key = self.connection.key
-        self._follow(call, self.connection.controller.submit.remote(key, call.number, sent), num_bytes, deadline_s)
+        self._follow(
+            call, self.connection.controller.queue.remote("submit", key, call.number, sent), num_bytes, deadline_s
+        )
 
     def _follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
         """End a call with the outcome that a reference brings."""
@@ -349,15 +354,15 @@ class Client:
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of a call's result; see `RunningCall.item`."""
         self.connection.require_ray()
-        future: concurrent.futures.Future[Item] = self.connection.controller.item.remote(
-            self.connection.key, number, index
+        future: concurrent.futures.Future[Item] = self.connection.controller.queue.remote(
+            "item", self.connection.key, number, index
         ).future()
         return future
 
     def progress(self, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
         try:
-            done: tuple[int, int] = self.connection.ask("progress", self.connection.key, number)
+            done: tuple[int, int] = self.connection.ask("queue", "progress", self.connection.key, number)
         except GroupError:
             return 0, 0  # the call itself raises it
         return done

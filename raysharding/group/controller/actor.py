@@ -30,9 +30,6 @@ from raysharding.group.controller import failures
 from raysharding.group.controller.background_saves import BackgroundSaves
 from raysharding.group.controller.call_metrics import EXPORT_S, CallMetrics
 from raysharding.group.controller.drivers import Driver, Drivers
-from raysharding.group.controller.intake import Intake
-from raysharding.group.controller.lease import end_without_renewal
-from raysharding.group.controller.look import all_stacks
 from raysharding.group.controller.members import Ranks, start
 from raysharding.group.controller.queue import CallQueue, QueuedCall
 from raysharding.group.controller.record import Record
@@ -45,7 +42,6 @@ from raysharding.group.messages import (
     FilesRecord,
     GroupState,
     Interrupted,
-    Item,
     Outcome,
     Packed,
     ProbeReplies,
@@ -100,25 +96,23 @@ class GroupController:
             remove_placement_groups(identity.key)  # Ray has ended the ranks with their owner, and keeps the bundles
         delete_records_of_dead_jobs()
         self._record = Record(identity.key, identity.title, identity.origin, is_restarted=is_restarted)
-        if is_restarted and self._record.stored is None:
+        if is_restarted and self._record.spec is None:
             ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
-        self._files = self._record.files
         self._status = GroupStatus(identity.title)
         self._drivers = Drivers(identity.title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(identity.title)
-        self._queue = CallQueue(self._run)
-        self._intake = Intake(identity.title, self._drivers, self._status, self._queue)
+        self._queue = CallQueue(identity.title, self._drivers, self._status, self._run)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._is_open = self._was_attached = self._resets_next = False
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = self._num_notes = 0
         self._changed = asyncio.Event()
-        if self._record.stored is not None:
+        if self._record.spec is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{identity.title}: its controller died, and the ranks with it"))
-        if self._record.stored is None or not identity.is_named:
+        if self._record.spec is None or not identity.is_named:
             timer = threading.Timer(_ATTACH_S, self._end_unattached)
             timer.daemon = True
             timer.start()
@@ -139,10 +133,8 @@ class GroupController:
         self._drivers.add(driver, label, owned, before)
         if self._status.state is GroupState.STARTING and self._status.maker is None:
             self._status.maker = driver
-        stored = self._record.stored
-        spec, loaded = (None, None) if stored is None else (stored.spec, stored.loaded)
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        return Attached(self._snapshot(), spec, loaded, where)
+        return Attached(self._snapshot(), self._record.spec, self._record.loaded, where)
 
     async def never(self) -> None:
         """Run until the controller ends."""
@@ -157,7 +149,7 @@ class GroupController:
 
         It returns earlier where the lease asks for it: a driver polls again at once.
         """
-        self._drivers.heard(self._drivers[driver])
+        self._drivers.heard(driver)
         if version == self._version:
             changed, lease_s = self._changed, self._identity.lease_s
             wait_s = wait_s if lease_s is None else min(wait_s, lease_s / _RENEWALS)
@@ -204,52 +196,22 @@ class GroupController:
             loaded: What the load has found.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
-        if reloaded is not None:
-            self._files.reloaded(reloaded)
-        await self._record.keep(spec, loaded)
+        await self._record.keep(spec, loaded, reloaded)
         self._status.ready()
         self._bump()
 
     async def spec(self) -> Packed:
         """Return the spec that a restart uses."""
-        assert self._record.stored is not None, "the group was READY"
-        return self._record.stored.spec
+        assert self._record.spec is not None, "the group was READY"
+        return self._record.spec
 
     async def update(self, spec: Packed) -> None:
         """Replace the spec that a restart uses."""
         await self._record.set_spec(spec)
 
-    async def submit(self, driver: str, number: int, sent: Any) -> Any:
-        """See `Intake.submit`."""
-        return await self._intake.submit(driver, number, sent)
-
-    async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
-        """See `Intake.submit_follower`."""
-        await self._intake.submit_follower(driver, before, submission)
-
-    async def arrived(self, driver: str, number: int) -> None:
-        """See `Intake.arrived`."""
-        await self._intake.arrived(driver, number)
-
-    async def outcome(self, driver: str, key: int | str, unknown: GroupError) -> Any:
-        """See `Intake.outcome`."""
-        return await self._intake.outcome(driver, key, unknown)
-
-    async def copy_is_ready(self, key: str) -> tuple[bool, str]:
-        """See `Intake.copy_is_ready`."""
-        return await self._intake.copy_is_ready(key)
-
-    async def copy_ended(self, key: str) -> str:
-        """See `Intake.copy_ended`."""
-        return await self._intake.copy_ended(key)
-
-    async def item(self, driver: str, number: int, index: int) -> Item:
-        """See `Intake.item`."""
-        return await self._intake.item(driver, number, index)
-
-    async def progress(self, driver: str, number: int) -> tuple[int, int]:
-        """See `Intake.progress`."""
-        return self._intake.progress(driver, number)
+    async def queue(self, method: str, *args: Any) -> Any:
+        """Call a method of the `CallQueue`."""
+        return await getattr(self._queue, method)(*args)
 
     async def interrupt(self, driver: str, source: str, before: int) -> Interrupted:
         """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
@@ -296,14 +258,13 @@ class GroupController:
             await self._ranks.stop()
         self._status.begin(driver)
         self._bump()
-        return self._files.record
+        return self._record.files
 
     async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
-        """Note how saves ended whose ranks are gone; see `GroupFiles.settled`."""
-        self._files.settled(tokens, committed)
-        await self._record.write()
+        """Note how saves ended whose ranks are gone; see `Record.settled`."""
+        await self._record.settled(tokens, committed)
         self._bump()
-        return self._files.record
+        return self._record.files
 
     async def give_up(self, driver: str, error: GroupError) -> None:
         """End a restart that failed."""
@@ -328,7 +289,7 @@ class GroupController:
 
     async def stacks(self) -> dict[int, str]:
         """Return the Python stacks of every rank."""
-        return {} if self._ranks is None else await all_stacks(self._ranks)
+        return {} if self._ranks is None else await self._ranks.stacks()
 
     async def saved_bytes(self) -> dict[str, int]:
         """Return the bytes written so far of each save in the background that has not ended, by token."""
@@ -362,7 +323,7 @@ class GroupController:
         start(self._queue.run())
         start(self._export())
         if self._identity.lease_s is not None:
-            start(end_without_renewal(self._identity.lease_s, self._drivers, self._identity.title, self._on_expired))
+            start(self._end_without_renewal(self._identity.lease_s))
 
     async def _run(self, call: QueuedCall) -> None:
         """Run a call on the ranks, and end it. The queue calls it for one call after the other."""
@@ -383,7 +344,8 @@ class GroupController:
     async def _run_on_ranks(self, call: QueuedCall) -> Verdict:
         ranks, submission = self._ranks, call.submission
         assert ranks is not None, "calls are accepted once there are ranks"
-        begun = await self._record.begin(submission)
+        if submission.save is not None:
+            await self._record.begun(submission.save)
         if call.ended.done():  # the group broke meanwhile
             return Verdict(call.ended.result())
         options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
@@ -394,12 +356,14 @@ class GroupController:
         self._num_commands = call.running.number
         if call.ended.done() or verdict.outcome.error is not None:
             return verdict
-        if begun.save is not None and submission.is_async_save:
+        if submission.save is not None and submission.is_async_save:
             number = verdict.outcome.sent[0]
             assert isinstance(number, Packed), "a small int"
-            self._saves.follow(begun.save, number.unpack(), ranks)
-        elif begun.number:
-            await self._record.end(begun, keeps_adapters=verdict.keeps_adapters)
+            self._saves.follow(submission.save, number.unpack(), ranks)
+        elif submission.save is not None:
+            await self._on_committed(submission.save)
+        elif submission.loads is not None:
+            await self._record.load_ended(submission.loads, keeps_adapters=verdict.keeps_adapters)
             self._bump()
         return verdict
 
@@ -417,7 +381,7 @@ class GroupController:
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
     async def _on_committed(self, save: BegunSave) -> None:
-        await self._record.committed(save)
+        await self._record.settled([save.token], [save.token])
         self._bump()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
@@ -486,7 +450,9 @@ class GroupController:
         if not self._was_attached:
             ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _on_expired(self, why: str) -> None:
+    async def _end_without_renewal(self, lease_s: float) -> None:
+        await self._drivers.wait_silent(lease_s)
+        why = f"no driver has renewed the lease of {lease_s:g} s of {self._identity.title}: the group ends"
         self._note(why)
         await self.shutdown(why)
 
@@ -520,7 +486,7 @@ class GroupController:
             cause=self._status.cause,
             ranks=() if ranks is None else ranks.infos,
             log_paths=() if ranks is None else tuple(one.log_paths for one in ranks.members),
-            saves=self._files.record.saves,
+            saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),
         )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter as Sums
-
 from ray.util.metrics import Counter, Gauge
 
 from raysharding.group.messages import GroupState
 
 EXPORT_S = 5.0
-"""Seconds between two exports."""
+"""Seconds between two exports of the state."""
 
 
 class CallMetrics:
-    """Sums up the calls of a group, and gives Ray the sums every 5 s: a call costs two additions."""
+    """Counts the calls of a group. Ray must be initialized."""
 
     def __init__(self, group: str) -> None:
         """Create the metrics; nothing is exported yet.
@@ -27,21 +25,14 @@ class CallMetrics:
         self._seconds = Counter("raysharding_call_seconds", "Seconds that these calls took", tag_keys=keys)
         described = "1 for the state that the group is in, 0 for the others"
         self._state = Gauge("raysharding_state", described, tag_keys=("group", "state"))
-        self._num_ended: Sums[str] = Sums()
-        self._seconds_of: dict[str, float] = {}
 
     def call_ended(self, method: str, seconds: float) -> None:
         """Count a call."""
-        self._num_ended[method] += 1
-        self._seconds_of[method] = self._seconds_of.get(method, 0.0) + seconds
+        tags = {**self._tags, "method": method}
+        self._calls.inc(tags=tags)
+        self._seconds.inc(max(seconds, 1e-9), tags=tags)  # Ray refuses to add 0
 
     def export(self, state: GroupState) -> None:
-        """Give Ray the sums since the last export, and the state. Ray must be initialized."""
-        for method, number in self._num_ended.items():
-            tags = {**self._tags, "method": method}
-            self._calls.inc(number, tags=tags)
-            self._seconds.inc(max(self._seconds_of[method], 1e-9), tags=tags)  # Ray refuses to add 0
-        self._num_ended.clear()
-        self._seconds_of.clear()
+        """Give Ray the state."""
         for one in GroupState:
             self._state.set(float(one is state), tags={**self._tags, "state": one.value})

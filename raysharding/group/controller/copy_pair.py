@@ -67,7 +67,7 @@ class CopyPair:
 
     async def _ask_leader(self) -> None:
         try:
-            begins, why = await self.joint.other.copy_is_ready.remote(self.joint.key)
+            begins, why = await self.joint.other.queue.remote("copy_is_ready", self.joint.key)
         except ray.exceptions.RayError as error:
             begins, why = False, str(error).partition("\n")[0]
         if begins and not self._begins.done():

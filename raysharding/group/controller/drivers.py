@@ -12,6 +12,9 @@ import ray
 from raysharding.errors import GroupError
 from raysharding.group.controller.members import start
 
+_TICKS = 20  # looks per lease time
+_MAX_TICK_S = 1.0
+
 
 @dataclass(eq=False)
 class Driver:
@@ -58,8 +61,7 @@ class Drivers:
         self._name = name
         self._on_lost = on_lost
         self._drivers: dict[str, Driver] = {}
-        self.last_heard = time.monotonic()
-        """When a driver last polled."""
+        self._last_heard = time.monotonic()
 
     def __getitem__(self, key: str) -> Driver:
         """Return a driver.
@@ -112,9 +114,28 @@ class Drivers:
         if event is not None:
             event.set()
 
-    def heard(self, driver: Driver) -> None:
+    def heard(self, key: str) -> None:
         """Note that a driver has polled."""
-        self.last_heard = time.monotonic()
+        self[key]  # which raises for an unknown driver
+        self._last_heard = time.monotonic()
+
+    async def wait_silent(self, lease_s: float) -> None:
+        """Wait until no driver has polled for `lease_s`.
+
+        Note [Lease]: Ray frees the ranks of a driver that died, but not the ranks of a frozen driver (SIGSTOP, a
+        debugger, a paused machine) or of a named group. A lease frees these. A driver renews it by its poll for the
+        group's state, on a thread, which does not wait for a busy main thread (a main thread that keeps the interpreter
+        lock is a frozen driver). Time in which this process did not run counts as two ticks at most: polls of that time
+        are in its queue.
+        """
+        tick_s = min(_MAX_TICK_S, lease_s / _TICKS)
+        left_s, heard = lease_s, self._last_heard
+        while left_s > 0:
+            begun = time.monotonic()
+            await asyncio.sleep(tick_s)
+            left_s -= min(time.monotonic() - begun, 2 * tick_s)
+            if self._last_heard != heard:
+                left_s, heard = lease_s, self._last_heard
 
     def take_claim(self, driver: Driver, what: str, key: str) -> GroupError | None:
         """Give a driver a claim, or return why it cannot have it."""

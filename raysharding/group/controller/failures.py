@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Sequence
+import textwrap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure, RendezvousError
@@ -47,7 +47,8 @@ def saw_death(info: RankInfo, phase: str, error: BaseException, *, is_made: bool
     unmade = f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
     log = f"group.logs({info.rank})" if is_made else unmade
     cure = f"; {log} shows its last lines, `raysharding plan` whether its memory suffices"
-    return Observed(_plain(info, "died", phase, _one_line(str(error)) + cure))
+    said = textwrap.shorten(str(error), _MAX_DEATH_CHARS, placeholder="…")
+    return Observed(_plain(info, "died", phase, said + cure))
 
 
 def saw_hang(
@@ -140,7 +141,8 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
     failures[primary.failure.rank] = primary.failure
     first = primary.failure
-    message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}{arrivals}"
+    count = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
+    message = f"{what}: rank {first.rank} {first.kind}, {count} failed{arrivals}"
     cls = CallTimeoutError if timed_out else GroupError
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
 
@@ -174,13 +176,3 @@ def _beside(one: Observed, primary: Observed) -> RankFailure:
     """Return a failure, as `collateral` if it is a consequence of the primary one."""
     is_own = one is primary or not one.follows or one.failure.kind == "hung" == primary.failure.kind
     return one.failure if is_own else replace(one.failure, kind="collateral")
-
-
-def _count(failures: Iterable[RankFailure]) -> str:
-    ranks = list(failures)
-    return "1 rank failed" if len(ranks) == 1 else f"{len(ranks)} ranks failed"
-
-
-def _one_line(text: str) -> str:
-    joined = re.sub(r"\s+", " ", text).strip()
-    return joined if len(joined) <= _MAX_DEATH_CHARS else joined[: _MAX_DEATH_CHARS - 1] + "…"

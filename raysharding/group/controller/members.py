@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from raysharding.group.cluster import Reservation
-from raysharding.group.messages import ProbeReplies
+from raysharding.group.cluster import ProcessSnapshot, Reservation, dump_stacks
+from raysharding.group.messages import ProbeReplies, Stacks
 from raysharding.group.ranks import RankInfo
 
 LEASE_S = 120.0
@@ -19,6 +19,10 @@ LEASE_S = 120.0
 _RENEW_S = 15.0
 _KILL_S = 3.0
 _RELEASE_S = 10.0
+# The error of a late call is raised within 2 s of its deadline.
+_SILENT_S = 0.4
+_ANSWER_S = 1.0
+_NEIGHBOUR_S = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,43 @@ class Ranks:
                 replies[rank] = task.result()[0]
         return ProbeReplies(replies, silent)
 
+    async def look_at(self, late: Sequence[int]) -> tuple[dict[int, Stacks], dict[int, ProcessSnapshot]]:
+        """Return the stacks of those of these ranks that answer, and snapshots of the others; takes 1 s at most."""
+        asking = start(self.ask("stacks", within_s=_ANSWER_S, ranks=late))
+        await asyncio.wait([asking], timeout=_SILENT_S)
+        if asking.done() and not asking.result().silent:
+            return dict(asking.result().replies), {}
+        # Beside the question, which a slow rank may still answer: a rank that answers needs no snapshot.
+        seen = await asyncio.gather(*(self._snapshot(rank, late) for rank in late))
+        stacks = dict((await asking).replies)
+        found = zip(late, seen, strict=True)
+        return stacks, {rank: one for rank, one in found if one is not None and rank not in stacks}
+
+    async def stacks(self) -> dict[int, str]:
+        """Return the Python stacks of every rank, or why there are none. Takes at most 2 s."""
+        answers = await self.ask("stacks", within_s=_ANSWER_S)
+        stacks = {rank: one.text or "idle\n" for rank, one in answers.replies.items()}
+        for rank, reason in answers.silent.items():
+            snapshot = await self._snapshot(rank, list(answers.silent))
+            state = "" if snapshot is None else f": {snapshot.state}"
+            stacks[rank] = f"rank {rank} {reason}{state}\n{snapshot.stacks if snapshot else ''}"
+        return dict(sorted(stacks.items()))
+
+    async def _snapshot(self, rank: int, late: Sequence[int]) -> ProcessSnapshot | None:
+        """Return a snapshot of a rank, by this process or by another rank on its node."""
+        one = self.members[rank]
+        where = one.info.pid, one.stacks_descriptor
+        if one.info.node_id == ray.get_runtime_context().get_node_id():
+            return await asyncio.to_thread(dump_stacks, *where)
+        others = [other.info for other in self.members if other.info.node_id == one.info.node_id and other is not one]
+        if not others:
+            return None
+        # Ranks that are late may not answer; one that has finished does.
+        other = min(others, key=lambda info: info.rank in late).rank
+        answers = await self.ask("dump_stacks", *where, within_s=_NEIGHBOUR_S, ranks=[other])
+        snapshot: ProcessSnapshot | None = answers.replies.get(other)
+        return snapshot
+
     async def _watch(self, rank: int) -> None:
         """Wait for the end of a rank's process; an idle rank's death is noticed by nothing else."""
         while True:
@@ -127,7 +168,7 @@ class Ranks:
         while True:
             for rank, member in enumerate(self.members):
                 if rank not in self.dead:
-                    member.actor.renew.remote(LEASE_S)
+                    member.actor.renew.remote()
             await asyncio.sleep(_RENEW_S)
 
     async def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""`CallQueue`: the calls of all drivers, run one at a time in the order in which they were accepted."""
+"""`CallQueue`: the calls of all drivers, from their arrival to their outcome; each driver's in its order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import asyncio
 import collections
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import ray
+
+from raysharding.errors import GroupError
 from raysharding.group.controller.copy_pair import CopyPair
-from raysharding.group.controller.drivers import Driver
+from raysharding.group.controller.drivers import Driver, Drivers
+from raysharding.group.controller.members import start
 from raysharding.group.controller.running_call import RunningCall
-from raysharding.group.messages import Outcome, Submission
+from raysharding.group.controller.state import GroupStatus
+from raysharding.group.messages import Item, Joint, Outcome, Submission, closed, decoded, encoded
 
 
 def _future() -> asyncio.Future[Outcome]:
@@ -19,7 +25,7 @@ def _future() -> asyncio.Future[Outcome]:
 
 @dataclass(eq=False)
 class QueuedCall:
-    """A call that was accepted."""
+    """A call that has arrived."""
 
     driver: Driver
     """The driver that submitted it."""
@@ -45,27 +51,113 @@ class QueuedCall:
 
 
 class CallQueue:
-    """A FIFO queue of calls."""
+    """The calls of one group. They run one at a time, in the order in which they were accepted."""
 
-    def __init__(self, run_call: Callable[[QueuedCall], Awaitable[None]]) -> None:
+    def __init__(
+        self, name: str, drivers: Drivers, status: GroupStatus, run_call: Callable[[QueuedCall], Awaitable[None]]
+    ) -> None:
         """Begin without calls.
 
         Args:
+            name: Name of the group in errors.
+            drivers: The group's drivers.
+            status: The group's state.
             run_call: Runs one call on the ranks, and ends it; must not raise.
         """
         self.current: QueuedCall | None = None
         """The call that the ranks run."""
-        self._waiting: collections.deque[QueuedCall] = collections.deque()
+        self._name = name
+        self._drivers = drivers
+        self._status = status
         self._run_call = run_call
+        self._known: dict[tuple[str, int | str], QueuedCall] = {}
+        self._pairs: dict[str, CopyPair] = {}
+        self._waiting: collections.deque[QueuedCall] = collections.deque()
+        self._accepting = asyncio.Lock()
         self._added = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._waiting) + (self.current is not None)
 
-    def add(self, call: QueuedCall) -> None:
-        """Queue a call."""
-        self._waiting.append(call)
-        self._added.set()
+    async def submit(self, driver: str, number: int, sent: Any) -> Any:
+        """Run a call, after those that were accepted before it; return the encoded `Outcome`.
+
+        Args:
+            driver: Its driver.
+            number: Its place among the driver's calls, from 0.
+            sent: The encoded `Submission`.
+        """
+        known = self._drivers[driver]
+        if await self._drivers.turn(known, number):
+            try:
+                await self._accept(known, number, decoded(sent))
+            finally:
+                self._drivers.arrived(known)
+        return await self.outcome(driver, number, closed(self._name))
+
+    async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
+        """Queue a call that begins together with one of another group, whose controller asks for it.
+
+        It has no number: if that controller died before it asked, the driver's later calls would wait for the number.
+
+        Args:
+            driver: The call's driver.
+            before: Number of the driver's calls that come before it.
+            submission: The call.
+        """
+        known = self._drivers[driver]
+        if await self._drivers.turn(known, before):
+            assert submission.joint is not None, "it is a part of a pair"
+            await self._accept(known, submission.joint.key, submission)
+
+    async def arrived(self, driver: str, number: int) -> None:
+        """Wait until a call of a driver, and the part of its pair in the other group, are queued or have ended."""
+        await self._drivers.turn(self._drivers[driver], number + 1)
+
+    async def outcome(self, driver: str, key: int | str, unknown: GroupError) -> Any:
+        """Return the encoded `Outcome` of a call.
+
+        Args:
+            driver: Its driver.
+            key: Its number, or the key of the pair of which it is the follower's part.
+            unknown: Error of a call that was not queued.
+        """
+        call = self._known.get((driver, key))
+        if call is None:
+            return encoded(Outcome(error=unknown, follows=isinstance(key, str)), has_refs=False)
+        try:
+            outcome = await call.ended
+        finally:
+            self._known.pop((driver, key), None)
+        return encoded(outcome, has_refs=any(isinstance(one, ray.ObjectRef) for one in outcome.sent))
+
+    async def copy_is_ready(self, key: str) -> tuple[bool, str]:
+        """Wait until both calls of a pair are at the head of their queues; return if they begin, or why not."""
+        pair = self._pairs.get(key)
+        if pair is None:
+            return False, "the copy was withdrawn"
+        return await pair.other_is_ready(), pair.why
+
+    async def copy_ended(self, key: str) -> str:
+        """Wait for the end of a follower's call; return its error, for a leader that has not begun."""
+        call = next((one for one in self._known.values() if one.pair is not None and one.pair.joint.key == key), None)
+        if call is None:
+            return "it is not queued"
+        error = (await call.ended).error
+        return "" if error is None else error.message
+
+    async def item(self, driver: str, number: int, index: int) -> Item:
+        """Wait for one part of a call's result; see `RunningCall.item`."""
+        await self._drivers.turn(self._drivers[driver], number + 1)  # Ray may have brought the call later than this
+        call = self._known.get((driver, number))
+        if call is not None:
+            await asyncio.wait([call.ended, start(call.began.wait())], return_when=asyncio.FIRST_COMPLETED)
+        return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
+
+    async def progress(self, driver: str, number: int) -> tuple[int, int]:
+        """Return the bytes that a running load or save has done, and its total; 0 before it runs."""
+        call = self._known.get((driver, number))
+        return (0, 0) if call is None or call.running is None else call.running.progress
 
     def cancel(self, outcome: Outcome, driver: Driver | None = None) -> int:
         """End the calls that no rank has begun, all or those of one driver; return their number."""
@@ -92,3 +184,34 @@ class CallQueue:
                 self.current = call
                 await self._run_call(call)
                 self.current = None
+
+    async def _accept(self, driver: Driver, key: int | str, submission: Submission) -> None:
+        """Queue a call; a call that is refused has ended."""
+        call = QueuedCall(driver, submission)
+        async with self._accepting:
+            self._known[driver.key, key] = call
+            refused: GroupError | None = self._status.refusal(driver.key)
+            if refused is None:
+                refused = self._drivers.refusal(driver, submission.method, submission.refused_beside)
+            if refused is not None:
+                call.end(Outcome(error=refused))
+                return
+            if submission.joint is not None:
+                await self._pair(call, submission.joint)
+            if submission.opens_claim is not None and self._drivers.claim is None:
+                call.opened = submission.opens_claim[1]
+                self._drivers.take_claim(driver, *submission.opens_claim)
+            self._waiting.append(call)
+            self._added.set()
+
+    async def _pair(self, call: QueuedCall, joint: Joint) -> None:
+        """Make a pair of a call and the one of another group; its leader queues that one first."""
+        call.pair = self._pairs[joint.key] = CopyPair(joint)
+        call.ended.add_done_callback(lambda _: self._pairs.pop(joint.key, None))
+        if joint.is_leader:
+            assert call.submission.other is not None, "the leader queues both parts"
+            try:
+                await joint.other.queue.remote("submit_follower", joint.driver, joint.before, call.submission.other)
+            except ray.exceptions.RayError as error:
+                call.pair.withdraw(str(error).partition("\n")[0])
+            call.pair.watch(joint.other.queue.remote("copy_ended", joint.key))

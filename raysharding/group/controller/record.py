@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 
 from raysharding.errors import GroupError
 from raysharding.group.cluster import delete_record, read_record, write_record
-from raysharding.group.controller.files import GroupFiles
-from raysharding.group.messages import BegunSave, FilesRecord, Packed, Submission
+from raysharding.group.messages import BegunSave, FilesRecord, Packed
 
 _KV_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The value in the KV."""
-
-    files: FilesRecord
-    """Files that hold the model."""
-    spec: Packed
-    """The `GroupSpec`, with the optimizer's factory that was set last."""
-    loaded: Packed
-    """What the load has found."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A call that may be a save or a load."""
-
-    number: int
-    """Its number; 0 if it is neither."""
-    save: BegunSave | None = None
-    """The save."""
-    loads: str | None = None
-    """Files of the load."""
+_NUM_BEGUN = 64
 
 
 class Record:
-    """The record of one group. Until the group is READY for the first time, nothing is stored."""
+    """The record of one group, over all ranks that it has had. Until the group was READY, nothing is stored."""
 
     def __init__(self, key: str, title: str, origin: str, *, is_restarted: bool) -> None:
         """Begin without a record, or with that of a process that has died; waits for the GCS.
@@ -51,63 +28,85 @@ class Record:
         """
         self._key = key
         self._title = title
-        self._stored: Stored | None = read_record(key) if is_restarted else None
-        self.files = GroupFiles(FilesRecord(origin) if self._stored is None else self._stored.files)
-        """Files that hold the model."""
+        self.files = FilesRecord(origin)
+        """Which files hold the model, by the saves and loads in the order in which the ranks run them."""
+        self.spec: Packed | None = None
+        """The `GroupSpec`, with the optimizer's factory that was set last; `None` until the group was READY."""
+        self.loaded: Packed | None = None
+        """What the load has found."""
+        stored = read_record(key) if is_restarted else None
+        if stored is not None:
+            self.files, self.spec, self.loaded = stored
 
-    @property
-    def stored(self) -> Stored | None:
-        """What was stored last."""
-        return self._stored
+    async def keep(self, spec: Packed, loaded: Packed, reloaded: str | None) -> None:
+        """Store the record of a group that is loaded.
 
-    async def keep(self, spec: Packed, loaded: Packed) -> None:
-        """Store the record of a group that is loaded."""
-        self._stored = Stored(self.files.record, spec, loaded)
-        await self.write()
+        Args:
+            spec: The `GroupSpec`.
+            loaded: What the load has found.
+            reloaded: Files that a restart has loaded, if not those of before.
+        """
+        self.spec, self.loaded = spec, loaded
+        if reloaded is not None:
+            self._set_origin(reloaded, len(self.files.begun))
+            self.files = replace(self.files, base=None)
+        await self._write()
 
     async def set_spec(self, spec: Packed) -> None:
         """Store another spec."""
-        assert self._stored is not None, "the group was READY"
-        self._stored = replace(self._stored, spec=spec)
-        await self.write()
+        self.spec = spec
+        await self._write()
 
-    async def begin(self, submission: Submission) -> Begun:
-        """Number a save or load in the order in which the ranks run them; the record of a save comes before it."""
-        if submission.save is not None:
-            save = self.files.begin_save(submission.save)
-            await self.write()
-            return Begun(save.number, save=save)
-        loads = submission.loads
-        return Begun(0) if loads is None else Begun(self.files.begin_load(), loads=loads)
+    async def begun(self, save: BegunSave) -> None:
+        """Record a save before the ranks run it."""
+        self.files = replace(self.files, begun=(*self.files.begun[1 - _NUM_BEGUN :], save))
+        await self._write()
 
-    async def end(self, begun: Begun, *, keeps_adapters: bool) -> None:
-        """Record that a save or load has succeeded; see `Verdict`."""
-        if begun.save is not None:
-            await self.committed(begun.save)
-        elif begun.loads is not None:
-            self.files.loaded(begun.loads, begun.number, keeps_adapters=keeps_adapters)
-            await self.write()
+    async def load_ended(self, path: str, *, keeps_adapters: bool) -> None:
+        """Record that the ranks hold the contents of these files; see `Verdict`."""
+        if keeps_adapters:
+            self.files = replace(self.files, base=path)
+        else:
+            self._set_origin(path, len(self.files.begun))
+        await self._write()
 
-    async def committed(self, save: BegunSave) -> None:
-        """Record that a save is committed."""
-        self.files.committed(save)
-        await self.write()
+    async def settled(self, tokens: Collection[str], committed: Collection[str]) -> None:
+        """Record how saves ended.
 
-    async def write(self) -> None:
-        """Store what is known of the files now.
-
-        Raises:
-            GroupError: The GCS does not answer.
+        Args:
+            tokens: The saves; one that is not in the record any more is ignored.
+            committed: Those of them that are complete.
         """
-        if self._stored is None:
-            return
-        self._stored = replace(self._stored, files=self.files.record)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(write_record, self._key, self._stored), _KV_S)
-        except TimeoutError:
-            what = f"{self._title}: the GCS did not take the group's record within {_KV_S:g} s"
-            raise GroupError(f"{what}; call again when it answers") from None
+        for save in self.files.begun:
+            if save.token in committed:
+                self.files = replace(self.files, saves=(*self.files.saves, save.path))
+                if save.is_origin:
+                    self._set_origin(save.path, self.files.begun.index(save))
+        begun = tuple(one for one in self.files.begun if one.token not in tokens)
+        self.files = replace(self.files, begun=begun)
+        await self._write()
 
     async def delete(self) -> None:
         """Remove the record, if the GCS answers."""
         await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(delete_record, self._key))], timeout=_KV_S)
+
+    def _set_origin(self, path: str, num_older: int) -> None:
+        # The saves that began before are older, also those in the background that are committed later.
+        begun = self.files.begun
+        older = (replace(save, is_origin=False) for save in begun[:num_older])
+        self.files = replace(self.files, origin=path, is_initial=False, begun=(*older, *begun[num_older:]))
+
+    async def _write(self) -> None:
+        """Store what is known now.
+
+        Raises:
+            GroupError: The GCS does not answer.
+        """
+        if self.spec is None:
+            return
+        stored = self.files, self.spec, self.loaded
+        try:
+            await asyncio.wait_for(asyncio.to_thread(write_record, self._key, stored), _KV_S)
+        except TimeoutError:
+            what = f"{self._title}: the GCS did not take the group's record within {_KV_S:g} s"
+            raise GroupError(f"{what}; call again when it answers") from None

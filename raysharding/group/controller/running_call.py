@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
 
 from raysharding.errors import CallTimeoutError, GroupError, RankFailure
-from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.controller import failures
-from raysharding.group.controller.look import look_at
-from raysharding.group.controller.members import Ranks, start
+from raysharding.group.controller.members import Ranks, reply, start
 from raysharding.group.messages import (
     NEXT_STEP,
     Command,
     Item,
     Outcome,
+    Part,
     Progress,
     Response,
     Sent,
@@ -85,44 +86,44 @@ class RunningCall:
         self.is_over = False
         """True once the ranks have finished, or are waited for no longer."""
         self._changed = asyncio.Event()
+        self._step_changed = asyncio.Event()
+        """Set when all ranks have finished the step, and at each failure."""
 
     async def run(self) -> Verdict:
         """Run all steps of the call; never raises."""
-        polling = start(self._poll()) if self.submission.watch_progress else None
+        polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]
         try:
             await self._step(self.submission.method)
             while self._more and not self._seen and await self._handed_on():
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
         finally:
-            if polling is not None:
-                polling.cancel()
+            for task in polling:
+                task.cancel()
             self.is_over = True
-            self._changed.set()
+            self._change()
         return self._judge()
 
     async def item(self, index: int) -> Item:
         """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
         self._num_taken = max(self._num_taken, index)
-        self._changed.set()
+        self._change()
         while len(self._items) <= index and not self.is_over:
-            await self._wait_changed()
+            await self._changed.wait()
         return self._items[index] if index < len(self._items) else Item(is_last=True)
 
     def drop_items(self) -> None:
         """Wait no longer for the driver, which is gone, to take the parts of the result."""
         self.submission = replace(self.submission, hands_on_steps=False)
-        self._changed.set()
+        self._change()
 
     def phase(self, rank: int) -> str:
         """Return the last known phase of a rank."""
         return self._moved.get(rank, (self.submission.method, 0))[0]
 
-    async def _wait_changed(self) -> None:
-        # Replaced at each change: several may wait.
-        changed = self._changed
-        await changed.wait()
-        if self._changed is changed and not self.is_over:
-            self._changed = asyncio.Event()
+    def _change(self) -> None:
+        """Wake all who wait for a part, or for its being taken."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _handed_on(self) -> bool:
         """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
@@ -133,86 +134,79 @@ class RunningCall:
         until = time.monotonic() + self.submission.deadline_s
         while self.submission.hands_on_steps and self._num_taken < len(self._items) and not self._seen:
             try:
-                await asyncio.wait_for(self._wait_changed(), until - time.monotonic())
+                await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:
                 self._is_given_up = True  # a frozen driver holds up the calls of the others no longer
                 return False
         self.deadline = time.monotonic() + self.submission.deadline_s
         return not self._seen
 
-    def _commands(self, method: str) -> list[tuple[Command, list[ray.ObjectRef]]]:
-        """Return each rank's command, and the references of its large arguments."""
+    async def _step(self, method: str) -> None:
+        """Send a command to all ranks, and wait until all have finished, or failed and had their time."""
         self.number += 1
+        members, made = self.ranks.members, [self._command(method, part) for part in self.submission.parts]
+        commands = made * len(members) if len(made) == 1 else made
+        if any(refs for _, refs in commands):
+            # All ranks hold their arguments before one enters a collective.
+            pairs = zip(members, commands, strict=True)
+            await self._gather([member.actor.fetch.remote(self.number, **refs) for member, (_, refs) in pairs])
+            if self._seen:
+                return
+        running = [member.actor.run.remote(sent) for member, (sent, _) in zip(members, commands, strict=True)]
+        await self._gather([status for status, _ in running], [result for _, result in running])
+
+    def _command(self, method: str, args: Part) -> tuple[Any, dict[str, ray.ObjectRef]]:
+        """Return an encoded command, and the references of its fields that the ranks fetch before."""
         whole = self.submission
+        given: dict[str, Any] = {"args": args, "shared": whole.shared}
+        refs = {name: part for name, part in given.items() if isinstance(part, ray.ObjectRef)}
         command = Command(
             method=method,
             number=self.number,
-            args=None,
+            **{**given, **dict.fromkeys(refs)},
+            is_fetched=bool(refs),
             output=whole.output,
             max_output_bytes=whole.max_output_bytes,
             resets=self.resets and self.number == self.first_number,
         )
-        commands = []
-        for rank in range(len(self.ranks)):
-            fields: dict[str, Any] = {"args": whole.parts[rank if len(whole.parts) > 1 else 0], "shared": whole.shared}
-            refs = {name: part for name, part in fields.items() if isinstance(part, ray.ObjectRef)}
-            fields |= {**dict.fromkeys(refs), "fetched": tuple(refs)}
-            commands.append((replace(command, **fields), list(refs.values())))
-        return commands
+        return encoded(command, has_refs=False), refs
 
-    async def _step(self, method: str) -> None:
-        """Send a command to all ranks, and wait until all have finished, or failed and had their time."""
-        commands = self._commands(method)
-        members = self.ranks.members
-        if any(refs for _, refs in commands):
-            # All ranks hold their arguments before one enters a collective.
-            pairs = zip(members, commands, strict=True)
-            fetching = [member.actor.fetch.remote(command.number, *refs) for member, (command, refs) in pairs]
-            await self._gather([self._fetched(rank, ref) for rank, ref in enumerate(fetching)])
-            if self._seen:
-                return
+    async def _gather(self, replies: Sequence[ray.ObjectRef], results: Sequence[ray.ObjectRef] = ()) -> None:
+        """Wait for the replies of all ranks, at most until the deadline, or until ranks have had their time.
+
+        Args:
+            replies: By rank: an encoded `Response`, if there are results.
+            results: By rank, of a response that says so; none for replies without a value.
+        """
         self.finished.clear()
-        sent = [encoded(command, has_refs=False) for command, _ in commands]
-        running = [member.actor.run.remote(one) for member, one in zip(members, sent, strict=True)]
-        await self._gather([self._answered(rank, *refs) for rank, refs in enumerate(running)])
-
-    async def _fetched(self, rank: int, ref: ray.ObjectRef) -> None:
-        try:
-            await ref
-        except ray.exceptions.RayError as error:
-            self._on_ray_error(rank, error)
-        else:
-            self.finished.add(rank)
-
-    async def _gather(self, waiting: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Wait for the parts of all ranks, at most until the deadline, or until ranks have had their time."""
-        pending = {start(one) for one in waiting}
-        while pending:
+        for rank, ref in enumerate(replies):
+            result = results[rank] if results else None
+            asyncio.wrap_future(ref.future()).add_done_callback(partial(self._on_reply, rank, result))
+        while self._unfinished():
             until = self.deadline if self._drain_until is None else self._drain_until
             left_s = until - time.monotonic()
             if left_s > 0:
-                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            elif self._drain_until is None:
-                _, pending = await asyncio.wait(pending, timeout=0)
-                if pending:
-                    pending = await self._look_at_late(pending)
-                    break
-            else:
+                self._step_changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._step_changed.wait(), left_s)
+            elif self._drain_until is not None:
                 break
-        for task in pending:
-            task.cancel()
-        if pending and not self._is_late:
-            self._seen.extend(
-                failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)) for rank in self._unfinished()
-            )
+            elif await self._look_at_late():
+                return
+        members = self.ranks.members
+        self._seen += [failures.saw_stop(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
 
-    async def _answered(self, rank: int, status: ray.ObjectRef, result: ray.ObjectRef) -> None:
-        try:
-            response: Response = decoded(await status)
-        except ray.exceptions.RayError as error:
-            self._on_ray_error(rank, error)
+    def _on_reply(self, rank: int, result: ray.ObjectRef | None, future: asyncio.Future[Any]) -> None:
+        error = future.exception()
+        if self.is_over:
             return
-        self.finished.add(rank)
+        if error is not None:
+            self._on_ray_error(rank, error)
+        elif result is not None:
+            self._on_response(rank, decoded(future.result()), result)
+        self._finish(rank)
+
+    def _on_response(self, rank: int, response: Response, result: ray.ObjectRef) -> None:
         self._changes[rank] = response.change
         if response.error is not None:
             self._see(failures.saw_raise(self.ranks.members[rank].info, response.error), self.drain_s)
@@ -222,11 +216,15 @@ class RunningCall:
         if rank == 0 or not self.submission.takes_steps:
             self._sent[rank] = result if response.is_stored else response.value
             self._items.append(Item(rank, self._sent[rank]))
-            self._changed.set()
+            self._change()
 
-    def _on_ray_error(self, rank: int, error: ray.exceptions.RayError) -> None:
-        """Handle that a rank is dead, or that Ray could not bring it its arguments."""
+    def _finish(self, rank: int) -> None:
         self.finished.add(rank)
+        if len(self.finished) == len(self.ranks):
+            self._step_changed.set()
+
+    def _on_ray_error(self, rank: int, error: BaseException) -> None:
+        """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         if self.ranks.is_stopping:
             self._seen.append(failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)))
             return
@@ -244,63 +242,48 @@ class RunningCall:
 
     def died(self, rank: int, error: BaseException, *, is_made: bool) -> None:
         """Record that a rank's process has ended; `is_made` as in `saw_death`."""
-        self.finished.add(rank)
+        self._finish(rank)
         seen = failures.saw_death(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
         # Ray reports a lost connection a second or two after the death, and the peers have had that time.
         self._see(seen, 0.0 if isinstance(error, ray.exceptions.ActorUnavailableError) else _AFTER_DEATH_S)
 
     def _see(self, observed: failures.Observed, patience_s: float) -> None:
         self._seen.append(observed)
-        self._changed.set()
+        self._change()
+        self._step_changed.set()
         until = time.monotonic() + patience_s
         self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 
     def _unfinished(self) -> list[int]:
         return [rank for rank in range(len(self.ranks)) if rank not in self.finished]
 
-    async def _look_at_late(self, pending: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Find out after the deadline why ranks are late, unless they finish meanwhile; return what is pending."""
+    async def _look_at_late(self) -> bool:
+        """Find out after the deadline why ranks are late; return False if they finish meanwhile."""
+        stacks, snapshots = await self.ranks.look_at(self._unfinished())
         late = self._unfinished()
-        looking = start(look_at(self.ranks, late))
-        await asyncio.wait([looking, start(asyncio.wait(pending))], return_when=asyncio.FIRST_COMPLETED)
-        _, pending = await asyncio.wait(pending, timeout=0)
-        if not pending:
-            looking.cancel()
-            return pending
-        stacks, snapshots = await looking
-        late = self._unfinished()
+        if not late:
+            return False
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
-            self._seen.append(self._saw_late(rank, stacks.get(rank), snapshots.get(rank)))
+            where, deadline_s = (stacks.get(rank), snapshots.get(rank)), self.submission.deadline_s
+            self._seen.append(failures.saw_hang(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
         # Late ranks that did not answer come first, ranks that wait for others last.
         self._seen.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
-        return pending
+        return True
 
-    def _saw_late(self, rank: int, stacks: Stacks | None, snapshot: ProcessSnapshot | None) -> failures.Observed:
-        info, deadline_s = self.ranks.members[rank].info, self.submission.deadline_s
-        return failures.saw_hang(info, self.phase(rank), deadline_s, stacks, snapshot)
-
-    async def _poll(self) -> None:
-        """Ask the ranks for their progress, which extends the deadline."""
-        asked: set[int] = set()
+    async def _poll(self, rank: int) -> None:
+        """Ask a rank for its progress, which extends the deadline."""
         while True:
             await asyncio.sleep(_POLL_S)
-            for rank, member in enumerate(self.ranks.members):
-                if rank not in asked and rank not in self.ranks.dead:
-                    asked.add(rank)
-                    start(self._note_progress(rank, member.actor.progress.remote(), asked))
-
-    async def _note_progress(self, rank: int, ref: ray.ObjectRef, asked: set[int]) -> None:
-        try:
-            now: Progress = await ref
-        except ray.exceptions.RayError:
-            return  # a death is reported by the call itself
-        asked.discard(rank)
-        if self._moved.get(rank) != (now.phase, now.bytes_done):
-            self._moved[rank] = (now.phase, now.bytes_done)
-            self.deadline = time.monotonic() + self.submission.deadline_s
-        if rank == 0:
-            self.progress = (now.bytes_done, now.bytes_total)
+            answer, error = await reply(self.ranks.members[rank].actor.progress.remote())
+            if error is not None:
+                return  # a death is reported by the call itself
+            now: Progress = answer
+            if self._moved.get(rank) != (now.phase, now.bytes_done):
+                self._moved[rank] = (now.phase, now.bytes_done)
+                self.deadline = time.monotonic() + self.submission.deadline_s
+            if rank == 0:
+                self.progress = (now.bytes_done, now.bytes_total)
 
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""

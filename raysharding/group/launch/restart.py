@@ -80,7 +80,7 @@ def restart(
                 spec = replace(spec, model=replace(spec.model, base=record.base))
             source = newest_after(origin) if checkpoint is None else checkpoint
             # Nothing was saved or loaded since the group was made: random weights are made again, equal ones.
-            is_first = record.newest == 0 and record.base is None
+            is_first = record.is_initial and record.base is None
             is_own = checkpoint is None and is_first and source == normal_path(spec.checkpoint)
             spec, opened, _ = open_spec(spec if is_own else spec.of_files(source))
             loaded = normal_path(spec.checkpoint)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raysharding.group.messages.packing import Packed
@@ -32,24 +32,18 @@ class Command:
     number: int
     """Number of the command, the same on every rank; a later command has a greater number."""
     args: Packed | None
-    """Packed `(args, kwargs)` of the rank; `None` if `fetched` names it."""
+    """Packed `(args, kwargs)` of the rank; `None` if it is fetched."""
     shared: Packed | None = None
     """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `args`; `None` if there are
-    none, or if `fetched` names it."""
-    fetched: tuple[Literal["args", "shared"], ...] = ()
-    """Fields that are too large for the command: `RankActor.fetch` brings their values first, in this order."""
+    none, or if it is fetched."""
+    is_fetched: bool = False
+    """True if `args` or `shared` is too large for the command: `RankActor.fetch` brings it first."""
     output: OutputMode = "value"
     """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
     max_output_bytes: int | None = None
     """Cap on the packed result, `None` for results that are bounded otherwise."""
     resets: bool = False
     """True if every rank resets its module first, as those did that raised alone in the call before."""
-
-    def with_fetched(self, parts: Sequence[Packed]) -> Command:
-        """Return the command with the values of the fields in `fetched`."""
-        assert len(parts) == len(self.fetched), "the controller awaits fetch before run"
-        given = dict(zip(self.fetched, parts, strict=True))
-        return replace(self, args=given.get("args", self.args), shared=given.get("shared", self.shared), fetched=())
 
 
 @dataclass(frozen=True, slots=True)

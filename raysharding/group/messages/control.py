@@ -42,11 +42,9 @@ class BegunSave:
     path: str
     """Destination: a path or a normalized URI."""
     is_origin: bool
-    """True if a restart may load the save."""
+    """True if a restart may load the save. The controller sets it to False once newer files hold the model."""
     token: str
     """Identifier of the save in its files, different from that of any other save."""
-    number: int = 0
-    """Position among all saves and loads, in the order in which the ranks run them; the controller gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +58,11 @@ class FilesRecord:
 
     The origin stays: it holds the adapters, if any file does."""
     begun: tuple[BegunSave, ...] = ()
-    """Saves whose outcome is not known."""
+    """Saves whose outcome is not known, in the order in which the ranks run them."""
     saves: tuple[str, ...] = ()
     """Paths of the committed saves."""
-    newest: int = 0
-    """Number of the save or load that made the origin; 0: the group was made from it."""
-    last: int = 0
-    """Number of the last save or load that began."""
+    is_initial: bool = True
+    """True if the group was made from the origin, and no save or load has replaced it."""
 
 
 @dataclass(frozen=True, slots=True)

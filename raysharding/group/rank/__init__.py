@@ -1,4 +1,4 @@
-"""The rank's side: the Ray actor, its commands, its lease. The controller imports no torch, so names are lazy."""
+"""The rank's side: the Ray actor, its commands. The controller imports no torch, so names are lazy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from raysharding.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from raysharding.group.rank.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
-    from raysharding.group.rank.assignment import Assignment
+    from raysharding.group.rank.assignment import Assignment, Title
     from raysharding.group.rank.dataset_blocks import DatasetBlocks
     from raysharding.group.rank.model_facts import ModelFacts
-    from raysharding.group.rank.title import Title
 
 __all__ = [
     "CONCURRENCY_GROUPS",
@@ -23,4 +22,4 @@ __all__ = [
     "Title",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, __all__, ("title", "assignment", "actor", "dataset_blocks", "model_facts"))
+__getattr__, __dir__ = lazy_names(__name__, __all__, ("assignment", "actor", "dataset_blocks", "model_facts"))

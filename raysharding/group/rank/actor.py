@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,6 @@ from raysharding.group.messages import (
     Command,
     Packed,
     Progress,
-    RemoteError,
     Response,
     SaveStatus,
     Stacks,
@@ -38,12 +38,14 @@ from raysharding.group.messages import (
     pack,
     record_exception,
 )
-from raysharding.group.rank.lease import RankLease
-from raysharding.group.rank.title import Title
+from raysharding.group.rank.assignment import Title
 
 # `work` is one thread, the same for the actor's life: torch's current device is per thread. `lifetime` keeps one thread
 # of `control`; the others are for probes, of which a slow one may block its thread.
 CONCURRENCY_GROUPS = {"work": 1, "data": 1, "control": 6}
+
+_TICKS = 20  # checks of the lease per lease time
+_MAX_TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,12 @@ class ActorInfo:
 class RankActor:
     """One rank. The controller creates it with `max_restarts=0`: the group restarts as a whole."""
 
-    def __init__(self, title: Title, lease_s: float | None = None, hub: Packed | None = None) -> None:
+    def __init__(self, title: Title, lease_s: float, hub: Packed | None = None) -> None:
         """Import what a rank needs, and start the lease.
 
         Args:
             title: What Ray calls the actor.
-            lease_s: Length of the first lease, in seconds; the controller renews it. `None`: no lease.
+            lease_s: Seconds without `renew` after which the rank ends: its node is cut off from the controller.
             hub: The driver's `HubAccess`, packed, if the checkpoint is on the Hugging Face hub. An argument, since Ray
                 logs the variables of a runtime environment.
         """
@@ -90,12 +92,12 @@ class RankActor:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._title = title
         self._commands = RankCommands(title)
-        self._fetched: dict[int, Sequence[Packed]] = {}
+        self._fetched: dict[int, dict[str, Packed]] = {}
         self._work_thread = 0
         self._control_threads: set[int] = set()
         self._stacks_descriptor = enable_stack_dumps()
-        self._lease = RankLease(_end)
-        self._lease.renew(lease_s)
+        self._renewed = threading.Event()
+        threading.Thread(target=self._end_without_renewal, args=(lease_s,), name="lease", daemon=True).start()
 
     def __repr__(self) -> str:
         return str(self._title)
@@ -117,14 +119,14 @@ class RankActor:
         return encoded(response, has_refs=False), result
 
     @ray.method(concurrency_group="data")
-    def fetch(self, number: int, *parts: Packed) -> None:
-        """Hold large arguments, which Ray has fetched, until the command of this number or a later one runs.
+    def fetch(self, number: int, **fields: Packed) -> None:
+        """Hold large fields of a command, which Ray has fetched, until the command of this number or a later one runs.
 
         Args:
             number: `Command.number`.
-            parts: Values of the fields in `Command.fetched`, in that order.
+            fields: Values of fields of the `Command`.
         """
-        self._fetched[number] = parts
+        self._fetched[number] = fields
 
     @ray.method(concurrency_group="control")
     def probe(self, paths: Sequence[str]) -> ActorInfo:
@@ -151,9 +153,9 @@ class RankActor:
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")
-    def renew(self, lease_s: float | None) -> None:
+    def renew(self) -> None:
         """Renew the lease of the rank."""
-        self._lease.renew(lease_s)
+        self._renewed.set()
 
     @ray.method(concurrency_group="control")
     def save_status(self, number: int) -> SaveStatus:
@@ -213,36 +215,38 @@ class RankActor:
 
     def _run(self, command: Command) -> tuple[Response, Packed | AsValue | None]:
         stage: Stage = "run"
-        before = self._commands.num_changes()
         try:
-            more, value = self._commands.run(command.with_fetched(self._take_fetched(command.number)))
+            more, value = self._commands.run(self._with_fetched(command))
             stage = "output"
             result = _pack_output(value, command)
         except BaseException as error:  # noqa: BLE001
             # Boundary to user code: every exception, `SystemExit` too, goes to the controller as data.
-            return Response(self._commands.change_since(before), error=self._describe(error, stage)), None
-        change, keeps_adapters = self._commands.change_since(before), self._commands.keeps_adapters()
+            now = self._commands
+            raised = record_exception(
+                error, stage=stage, phase=now.phase(), tensor=now.tensor(), recovered=now.is_usable()
+            )
+            return Response(now.change(), error=raised), None
+        change, keeps_adapters = self._commands.change(), self._commands.keeps_adapters()
         return Response(change, more=more, keeps_adapters=keeps_adapters), result
 
-    def _take_fetched(self, number: int) -> Sequence[Packed]:
-        """Return the arguments that were fetched for a command, and drop those of commands that did not come."""
-        taken = {other: self._fetched.pop(other) for other in list(self._fetched) if other <= number}
-        return taken.get(number, ())
+    def _with_fetched(self, command: Command) -> Command:
+        """Return a command with what was fetched for it, and drop what was fetched for commands that did not come."""
+        taken = {number: self._fetched.pop(number) for number in list(self._fetched) if number <= command.number}
+        assert not command.is_fetched or command.number in taken, "the controller awaits fetch before run"
+        return replace(command, **taken.get(command.number, {}))  # type: ignore[arg-type]  # fields that are `Packed`
 
-    def _describe(self, error: BaseException, stage: Stage) -> RemoteError:
-        return record_exception(
-            error,
-            stage=stage,
-            phase=self._commands.phase(),
-            tensor=self._commands.tensor(),
-            recovered=self._commands.is_usable(),
-        )
-
-
-def _end(lease_s: float) -> None:
-    """End this process, whose lease has expired. `sys.exit` would only end a thread."""
-    tell(f"the controller has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
-    os._exit(1)
+    def _end_without_renewal(self, lease_s: float) -> None:
+        """End this process when its lease has expired; time in which it did not run counts as two ticks at most."""
+        tick_s, left_s = min(_MAX_TICK_S, lease_s / _TICKS), lease_s
+        while left_s > 0:
+            begun = time.monotonic()
+            if self._renewed.wait(tick_s):
+                self._renewed.clear()
+                left_s = lease_s
+            else:
+                left_s -= min(time.monotonic() - begun, 2 * tick_s)
+        tell(f"the controller has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
+        os._exit(1)  # `sys.exit` would only end a thread
 
 
 def _snapshot(paths: Sequence[str]) -> str | None:

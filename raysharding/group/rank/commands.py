@@ -33,10 +33,9 @@ from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
 from raysharding.group.messages import NEXT_STEP, Command, Mode, SaveStatus, Shared, StateChange
 from raysharding.group.rank.argument_refs import fetched
-from raysharding.group.rank.assignment import Assignment
+from raysharding.group.rank.assignment import Assignment, Title
 from raysharding.group.rank.memory_gauge import export_memory
 from raysharding.group.rank.model_facts import ModelFacts
-from raysharding.group.rank.title import Title
 from raysharding.models import Adapted, InputBounds
 from raysharding.worker import Worker, thread_state_restored
 
@@ -67,7 +66,7 @@ class RankCommands:
         self._evaluation: Iterator[dict[str, float] | None] = iter(())
         self._doing = "start"
         self._is_adapted = False
-        self._collectives_before = 0
+        self._before = 0, 0
 
     @thread_state_restored()
     def run(self, command: Command) -> tuple[bool, Any]:
@@ -81,7 +80,7 @@ class RankCommands:
         """
         # All steps of a call have its name: an error names the method that the user called.
         self._doing = command.method.removesuffix(NEXT_STEP)
-        self._collectives_before = self._num_collectives()
+        self._before = self._counts()
         if command.resets:
             self.reset()
         assert command.args is not None, "RankActor.fetch brought them, if the controller did not"
@@ -264,23 +263,20 @@ class RankCommands:
         """Return True if later calls can use the module, after an exception that every rank raised."""
         return self._rank_worker is None or self._rank_worker.status.usable
 
-    def num_changes(self) -> int:
-        """Return the version of weights and optimizer."""
-        return 0 if self._rank_worker is None else self._rank_worker.status.weights_version
-
-    def change_since(self, before: int) -> StateChange:
-        """Return the changes to the model since `num_changes` was `before`."""
-        worker = self._rank_worker
-        collectives = self._num_collectives() - self._collectives_before
-        return StateChange(worker is not None and worker.status.whole, self.num_changes() - before, collectives)
+    def change(self) -> StateChange:
+        """Return what the last command did to the model."""
+        worker, before, now = self._rank_worker, self._before, self._counts()
+        return StateChange(worker is not None and worker.status.whole, now[0] - before[0], now[1] - before[1])
 
     def keeps_adapters(self) -> bool:
         """Return True if the command that succeeded loaded a whole model and kept the adapters on it."""
         report = self._worker.load_report if self._doing == "load" and self._is_adapted else None
         return report is not None and bool(report.kept)
 
-    def _num_collectives(self) -> int:
-        return 0 if self._rank_worker is None else self._rank_worker.status.num_collectives()
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of changes to weights or optimizer and of collectives so far."""
+        worker = self._rank_worker
+        return (0, 0) if worker is None else (worker.status.weights_version, worker.status.num_collectives())
 
     def phase(self) -> str:
         """Return the phase of a running load or save, else the name of the running command."""
