@@ -36,7 +36,6 @@ from raysharding.group.calls import (
     Call,
     Client,
     Collect,
-    FullStateDict,
     LiveView,
     ProgressOption,
     Seen,
@@ -86,7 +85,7 @@ from raysharding.group.launch import (
     PreflightReport,
     RestartReport,
     RunningGroup,
-    WeightPaths,
+    WeightPath,
     attach,
     check_optimizer,
     launch,
@@ -132,7 +131,7 @@ class ShardedModelGroup:
         """
         self._is_attached = is_attached
         self._fits = FitLock()
-        self._paths = WeightPaths()
+        self._paths: list[WeightPath] = []
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._told: set[str] = set()
@@ -143,8 +142,8 @@ class ShardedModelGroup:
     def _take(self, running: RunningGroup) -> None:
         """Replace the ranks of this object with those of `running`."""
         self._parts = running
-        # A call(fn) may set an optimizer: after it, only the ranks know.
-        self._may_have_optimizer = running.may_have_optimizer
+        # A call(fn), or another driver, may set an optimizer: only the ranks know.
+        self._may_have_optimizer = self._is_attached or running.spec.optimizer is not None
 
     @classmethod
     @blocking
@@ -1150,10 +1149,17 @@ class ShardedModelGroup:
         Raises:
             GroupError: The model has no tensor of that name; the group stays READY.
         """
-        kept = FullStateDict(self._client.timeouts.call_s)
         wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        collect = Collect(kept.collect)
-        return self._client.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def keep(bucket: dict[str, torch.Tensor] | None) -> None:
+            tensors.update(bucket or {})
+
+        def join(call: Call) -> dict[str, torch.Tensor]:
+            call.wait_taken()
+            return tensors
+
+        return self._client.submit_same("state_dict", wanted, keep_step=keep, collect=Collect(join)).keep_alive(self)
 
     @driver_handle
     @blocking
@@ -1387,9 +1393,7 @@ class ShardedModelGroup:
         """
         self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
         self._client.connection.refuse_if_unusable()
-        stopping = self._client.interrupt_soon("")
-        self._client.wait_stopped(stopping, timeout_s)
-        return stopping.result(0) if stopping.done() else 0
+        return self._client.interrupt(timeout_s)
 
     @driver_handle
     def shutdown(self) -> None:
@@ -1406,11 +1410,7 @@ class ShardedModelGroup:
         if is_callback_thread():
             self.shutdown.remote()
             return
-        try:
-            if self.state in (GroupState.READY, GroupState.BUSY):
-                self._client.pending.wait(self._client.timeouts.load_stall_s)
-        finally:
-            self._client.shutdown()
+        self._client.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,6 @@
 from raysharding.group.calls.call import (
     Call,
     Collect,
-    FullStateDict,
     collect_all,
     collect_generated,
     collect_outputs,

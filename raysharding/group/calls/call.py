@@ -10,6 +10,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, Self
 
@@ -37,19 +38,6 @@ class CallGroup(Interruptible, Protocol):
 
     def progress(self, number: int) -> tuple[int, int]:
         """Return the bytes that this driver's call with a number has done, and its total."""
-
-
-def fetched(sent: Sent, timeout_s: float) -> Any:
-    """Fetch a rank's result into this process, unless it is already here.
-
-    Raises:
-        ray.exceptions.RayError: The result is lost, or did not arrive within `timeout_s`.
-    """
-    if not isinstance(sent, ray.ObjectRef):
-        return sent
-    if not ray.is_initialized():
-        raise ray.exceptions.RaySystemError("Ray was shut down")  # `ray.get` would start another Ray
-    return ray.get(sent, timeout=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,8 @@ class Call(Generic[T]):
         self._fetch_s = fetch_s
         self._changed = threading.Lock()
         self._taken = threading.Event()
-        self._sent: dict[int, Sent] = {}
+        self._lost: GroupError | None = None
+        self._sent: Sequence[Sent] = ()
         self.number = -1
         """Number of the call among those of this driver, once it is submitted."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -168,7 +157,7 @@ class Call(Generic[T]):
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         told: set[int] = set()
-        while not self._end_here().done() and (item := self._item(len(told), until, timeout_s)) is not None:
+        for item in self._items(until, timeout_s):
             told.add(item.rank)
             yield item.rank, self._collect.own(item.rank, self._unpacked(item.rank, item.sent))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
@@ -176,42 +165,43 @@ class Call(Generic[T]):
             if rank not in told:
                 yield rank, self._collect.own(rank, self.value(rank))
 
-    def _item(self, index: int, until: float | None, timeout_s: float | None) -> Item | None:
-        """Wait for the next part of the result; `None` if the call has ended."""
-        self._refuse_to_wait()
-        if self._group is None:
-            return None
-        # Not around a yield, where the caller's code runs.
-        with DeferredInterrupts(self._group):
-            future = self._group.item(self.number, index)
-            left = None if until is None else max(0.0, until - time.monotonic())
-            concurrent.futures.wait(self._or_end(future), left, concurrent.futures.FIRST_COMPLETED)
-            if not (future.done() or self._ended.done()):
-                raise self._too_slow(timeout_s)
-        has_item = future.done() and future.exception() is None and not future.result().is_last
-        return future.result() if has_item else None
-
-    def _or_end(self, future: concurrent.futures.Future[Item]) -> list[concurrent.futures.Future[Any]]:
-        return [future, self._ended]
-
-    def take_items(self, keep: Callable[[Sent], None]) -> None:
-        """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
-        assert self._group is not None, "a call of ranks"
+    def _items(self, until: float | None, timeout_s: float | None) -> Iterator[Item]:
+        """Yield the parts of the result as they come, until the call has ended."""
         index = 0
-        try:
-            while not self._ended.done():
+        while self._group is not None and not self._end_here().done():
+            self._refuse_to_wait()
+            # Not around a yield, where the caller's code runs.
+            with DeferredInterrupts(self._group):
                 future = self._group.item(self.number, index)
-                concurrent.futures.wait(self._or_end(future), return_when=concurrent.futures.FIRST_COMPLETED)
-                if not future.done() or future.exception() is not None or future.result().is_last:
-                    break
-                keep(future.result().sent)
-                index += 1
+                left = None if until is None else max(0.0, until - time.monotonic())
+                concurrent.futures.wait((future, self._ended), left, concurrent.futures.FIRST_COMPLETED)
+                if not (future.done() or self._ended.done()):
+                    raise self._too_slow(timeout_s)
+            if not future.done() or future.exception() is not None or future.result().is_last:
+                return
+            yield future.result()
+            index += 1
+
+    def take_items(self, keep: Callable[[Any], object]) -> None:
+        """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
+        try:
+            for item in self._items(None, None):
+                try:
+                    keep(self._unpacked(0, item.sent))
+                except GroupError as error:
+                    self._lost = error  # and the other items are taken nevertheless: the ranks wait for that
         finally:
             self._taken.set()
 
     def wait_taken(self) -> None:
-        """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines."""
+        """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines.
+
+        Raises:
+            GroupError: A value did not arrive.
+        """
         self._taken.wait()
+        if self._lost is not None:
+            raise self._lost
 
     def ref(self) -> ray.ObjectRef:
         """Return a reference to the result, for `ray.get`, `ray.wait` and the arguments of tasks.
@@ -231,10 +221,6 @@ class Call(Generic[T]):
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""
         return self._end_here().done()
-
-    def succeeded(self) -> bool:
-        """Return True if the call has ended without an error."""
-        return self.done() and self._ended.exception() is None
 
     def error(self) -> BaseException | None:
         """Return the error of a call that has ended; `None` if it succeeded."""
@@ -272,8 +258,12 @@ class Call(Generic[T]):
         return self._unpacked(rank, self._sent[rank])
 
     def _unpacked(self, rank: int, sent: Sent) -> Any:
+        packed: Any = sent
         try:
-            packed = fetched(sent, self._fetch_s)
+            if isinstance(sent, ray.ObjectRef):
+                if not ray.is_initialized():  # `ray.get` would start another Ray
+                    raise ray.exceptions.RaySystemError("Ray was shut down")
+                packed = ray.get(sent, timeout=self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
@@ -294,7 +284,7 @@ class Call(Generic[T]):
 
     def sent(self) -> Sequence[Sent]:
         """Return what the ranks sent, by rank, once the call has ended; fetch nothing."""
-        return [self._sent[rank] for rank in range(self._world_size)]
+        return self._sent
 
     def keep_alive(self, owner: object) -> Self:
         """Keep a reference to the group until the call ends: a group without references is shut down with its calls."""
@@ -318,12 +308,9 @@ class Call(Generic[T]):
         """Bytes that a running load or save has done, and its total; 0 before it runs and after its end."""
         return (0, 0) if self._group is None or self._ended.done() else self._group.progress(self.number)
 
-    def rank_finished(self, rank: int, sent: Sent) -> None:
-        """Record a rank's result; called by the client, before `end`."""
-        self._sent[rank] = sent
-
-    def end(self, error: BaseException | None) -> None:
-        """Record that the whole call has ended; called by the client."""
+    def end(self, error: BaseException | None, sent: Sequence[Sent] = ()) -> None:
+        """Record that the whole call has ended, and what its ranks sent; called by the client."""
+        self._sent = sent
         with self._changed:
             if error is None:
                 self._ended.set_result(None)
@@ -342,7 +329,7 @@ class Call(Generic[T]):
 
     def _wait(self, timeout_s: float | None) -> None:
         self._refuse_to_wait()
-        with DeferredInterrupts(self._group):
+        with nullcontext() if self._group is None else DeferredInterrupts(self._group):
             try:
                 error = self._end_here().exception(timeout_s)
             except concurrent.futures.TimeoutError:
@@ -420,38 +407,3 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
 
 def _own_output(_: int, sent: RankOutput) -> Any:
     return sent.value
-
-
-class FullStateDict:
-    """Full tensors, collected on the driver bucket by bucket as rank 0 sends them."""
-
-    def __init__(self, fetch_s: float) -> None:
-        """Begin without tensors.
-
-        Args:
-            fetch_s: Longest wait for one bucket to arrive from the object store.
-        """
-        self._fetch_s = fetch_s
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._lost: GroupError | None = None
-
-    def keep(self, sent: Sent) -> None:
-        """Add the next bucket."""
-        try:
-            packed = fetched(sent, self._fetch_s)
-        except ray.exceptions.RayError as error:
-            self._lost = GroupError(f"a bucket of the state dict did not reach the driver: {error}")
-            return
-        if packed is not None:
-            self._tensors.update(packed.unpack())
-
-    def collect(self, call: Call) -> dict[str, torch.Tensor]:
-        """Return all tensors.
-
-        Raises:
-            GroupError: A bucket did not reach the driver.
-        """
-        call.wait_taken()
-        if self._lost is not None:
-            raise self._lost
-        return self._tensors

@@ -33,7 +33,6 @@ from raysharding.group.messages import (
     Outcome,
     Packed,
     Part,
-    Sent,
     Snapshot,
     Submission,
     closed,
@@ -51,9 +50,7 @@ _MAX_BYTES = 256 << 20
 class Client:
     """A driver's end of a group. Thread-safe."""
 
-    def __init__(
-        self, controller: Any, name: str, timeouts: Timeouts, max_output_bytes: int, *, is_named: bool
-    ) -> None:
+    def __init__(self, controller: Any, name: str, timeouts: Timeouts, max_output_bytes: int) -> None:
         """Begin without a connection; `attach` connects.
 
         Args:
@@ -61,14 +58,12 @@ class Client:
             name: Name of the group in errors.
             timeouts: Deadlines.
             max_output_bytes: Largest result of one rank, in bytes.
-            is_named: True if the group outlives this driver.
         """
         self.connection = Connection(controller, name, self._on_snapshot, self._on_lost, self._shortest_deadline)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
         self.max_output_bytes = max_output_bytes
-        self.is_named = is_named
         self.pending = PendingSaves(self.saved_bytes)
         """Saves in the background."""
         self._next_number = 0
@@ -134,7 +129,7 @@ class Client:
         deadline_s: float | None = None,
         collect: Collect = collect_rank0,
         is_last: bool = False,
-        keep_step: Callable[[Sent], None] | None = None,
+        keep_step: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
@@ -195,61 +190,61 @@ class Client:
         threading.Thread(target=self._interrupt, args=(source, stopping), name="interrupt", daemon=True).start()
         return stopping
 
-    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
-        """Wait for the end of the call that ran at an interrupt; the deadline of the call bounds the wait.
+    def interrupt(self, timeout_s: float | None) -> int:
+        """Cancel this driver's calls in the queue, wait for its running one, and return the number of cancelled calls.
 
         Raises:
             TimeoutError: `timeout_s` passed, and the call still runs.
         """
-        if not concurrent.futures.wait([stopping], timeout_s).done:
-            raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
+        try:
+            return self.interrupt_soon("").result(timeout_s)
+        except TimeoutError:
+            what = f"the running call has not ended after {timeout_s:g} s; it still runs"
+            raise TimeoutError(f"{self.name}: {what}") from None
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
-        self.connection.thread.call(partial(self._abandon, reason))
-
-    def _abandon(self, reason: str) -> None:
-        if self.connection.has_ray():
-            self.connection.controller.stop.remote(self.connection.key, reason)
+        self.connection.thread.call(partial(self.connection.tell, "stop", self.connection.key, reason))
 
     def tell_soon(self, line: str) -> None:
         """Write a line to stderr on another thread, for a signal handler, which must not."""
         self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
-        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent.
+        """Wait for the saves in progress, and end the group for all drivers. Idempotent.
 
-        After `detach` nothing happens: the group is that of others.
+        Returns when the group's resources are free, or 40 s after the last save. After `detach` nothing happens: the
+        group is that of others.
+
+        Raises:
+            Exception: The failure of a background save. The group is shut down nevertheless.
         """
         if self._is_closed:
             return
         try:
-            if self.connection.has_ray():
-                self.connection.ask(
-                    "shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S
-                )
-        except GroupError:
-            pass  # it is gone, or is ended below
+            if self.state in (GroupState.READY, GroupState.BUSY):
+                self.pending.wait(self.timeouts.load_stall_s)
         finally:
-            self.connection.end_controller(for_good=True)
-            self._close()
+            try:
+                self._end_group()
+            finally:
+                self.connection.end_controller(for_good=True)
+                self._close()
+
+    def _end_group(self) -> None:
+        if self.connection.has_ray():
+            why = f"{self.name} was shut down before this call ended"
+            with suppress(GroupError):  # it is gone, or does not answer: the controller is killed
+                self.connection.ask("shutdown", why, within_s=_RELEASE_S)
 
     def detach(self) -> None:
-        """Leave the group to its other drivers."""
-        if self.connection.has_ray():
-            self.connection.controller.detach.remote(self.connection.key)
+        """Leave the group to its other drivers; one without a name ends."""
+        self.connection.tell("detach", self.connection.key)
         self._close()
 
     def dropped_soon(self) -> None:
-        """Handle the loss of the last reference to the group: shut it down, unless it has a name."""
-        self.connection.thread.call(self._drop)
-
-    def _drop(self) -> None:
-        if self.is_named:
-            self.detach()
-        elif self.connection.has_ray():
-            self.connection.controller.shutdown.remote(f"{self.name} was dropped")
-            self._close()
+        """Handle the loss of the last reference to the group."""
+        self.connection.thread.call(self.detach)
 
     def _close(self) -> None:
         self._is_closed = True
@@ -393,10 +388,8 @@ class Client:
             self._changed.notify_all()
         if found is None:
             return  # it has ended with the group
-        for rank, sent in enumerate(outcome.sent):
-            call.rank_finished(rank, sent)
         call.follows = outcome.follows
-        call.end(raised_by(outcome))
+        call.end(raised_by(outcome), outcome.sent)
 
     def _shortest_deadline(self) -> float:
         return min((deadline_s for _, deadline_s in list(self._calls.values())), default=math.inf)
@@ -414,8 +407,6 @@ class Client:
         self._next_number = 0  # a controller that is connected to counts anew
         self._fail_calls(error)
         self.pending.lose(error)
-        with self._changed:
-            self._changed.notify_all()
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         try:

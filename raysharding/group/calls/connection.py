@@ -88,25 +88,19 @@ class Connection:
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
-    def begin_attach(self) -> ray.ObjectRef:
-        """Begin to connect to a controller whose process may have to start; `attach` takes the result."""
-        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
-        before, self.key = self.key or None, secrets.token_hex(8)
-        ref: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
-        return ref
-
-    def attach(self, attaching: ray.ObjectRef | None = None, *, within_s: float = _ANSWER_S) -> Attached:
+    def attach(self, *, within_s: float = _ANSWER_S) -> Attached:
         """Connect this driver to the controller, and begin to follow the group.
 
         Args:
-            attaching: What `begin_attach` returned, if it was called.
             within_s: Deadline; the controller's process may have to start.
 
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        attaching = self.begin_attach() if attaching is None else attaching
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        before, self.key = self.key or None, secrets.token_hex(8)
+        attaching = self.controller.attach.remote(self.key, label, owned, before)
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
@@ -177,15 +171,18 @@ class Connection:
         replies: ProbeReplies = self.ask("probe", method, args, within_s, ranks, within_s=within_s + _ANSWER_S)
         return replies
 
-    def tell_ranks(self, method: str, *args: Any) -> None:
-        """Call a control method on all ranks without waiting; after the end of Ray nothing happens."""
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the controller without waiting; after the end of Ray nothing happens."""
         if self.has_ray():
-            self.controller.probe.remote(method, args, _ANSWER_S)
+            getattr(self.controller, method).remote(*args)
 
-    def refresh(self) -> Snapshot:
+    def tell_ranks(self, method: str, *args: Any) -> None:
+        """Call a control method on all ranks without waiting."""
+        self.tell("probe", method, args, _ANSWER_S)
+
+    def refresh(self) -> None:
         """Ask for the group's snapshot now."""
         self.take(self.ask("watch", self.key, -1, 0.0))
-        return self.snapshot
 
     def has_ray(self) -> bool:
         """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""

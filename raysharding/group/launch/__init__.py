@@ -1,7 +1,7 @@
 """Launches a group from its spec: find the checkpoint, plan memory, start the controller and ranks, check, load."""
 
 from raysharding.group.launch.attach import attach
-from raysharding.group.launch.copy_weights import WeightPaths, submit_copy
+from raysharding.group.launch.copy_weights import WeightPath, submit_copy
 from raysharding.group.launch.doctor import diagnose
 from raysharding.group.launch.launch import RunningGroup, launch, packed_spec
 from raysharding.group.launch.memory_plan import GroupPlan, plan_group

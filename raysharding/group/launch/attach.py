@@ -21,7 +21,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     check_name(name)
     join_existing()
     chosen = Timeouts() if timeouts is None else timeouts
-    client = Client(find_controller(name), f"group {name!r}", chosen, 0, is_named=True)
+    client = Client(find_controller(name), f"group {name!r}", chosen, 0)
     try:
         attached = client.connection.attach(within_s=min(_ANSWER_S, chosen.call_s))
         if attached.spec is None or attached.loaded is None:
@@ -34,4 +34,4 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
     client.timeouts, client.max_output_bytes = spec.timeouts, spec.max_output_bytes
     loaded: Loaded = attached.loaded.unpack()
-    return RunningGroup(spec, client, loaded, may_have_optimizer=True)  # only the ranks know
+    return RunningGroup(spec, client, loaded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,9 @@ from raysharding.group.cluster import (
     rank_need,
     warn,
 )
-from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
-from raysharding.group.launch.start_controller import start_controller
+from raysharding.group.launch.start_controller import note_own_group, own_groups, start_controller
 from raysharding.group.messages import Started, StartPlan, pack
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, ModelFacts, RankActor, Title
 from raysharding.models import Adapted, InputBounds
@@ -61,8 +60,6 @@ class RunningGroup:
     """Client that sends calls to the controller."""
     loaded: Loaded
     """What the load has found."""
-    may_have_optimizer: bool
-    """True if the ranks may have an optimizer."""
 
 
 def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
@@ -79,10 +76,10 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         check_fit(opened, spec.sharding, spec.loading)
     connect()
     controller = start_controller(spec, replace=replaces)
-    client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes, is_named=spec.name is not None)
+    client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
     try:
-        attaching = client.connection.begin_attach()
-        return make(client, spec, opened, is_checked=is_checked, attaching=attaching)
+        client.connection.attach(within_s=spec.timeouts.start_s)
+        return make(client, spec, opened, is_checked=is_checked)
     except BaseException:
         client.shutdown()
         raise
@@ -95,7 +92,6 @@ def make(
     *,
     is_checked: bool,
     reloaded: str | None = None,
-    attaching: Any = None,
 ) -> RunningGroup:
     """Start the ranks of a group that is STARTING, load them, and make the group READY.
 
@@ -105,22 +101,24 @@ def make(
         opened: The checkpoint.
         is_checked: True if the model was compared with the checkpoint.
         reloaded: Path or URI of the files that a restart loads, if not those that the group was made from.
-        attaching: What `begin_attach` returned, if the controller is new.
     """
     spec = replace(spec, model=opened.model)
+    device_type, world_size = choose_ranks(
+        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
+    )
+    plan = start_plan(spec, device_type, world_size, paths=[file.path for file in opened.base.files])
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
-    started = _start(client, spec, opened, check, attaching)
+    started = start_ranks(client, plan, check)
+    note_own_group(client, spec)
     spec, opened = _where_it_is(replace(spec, world_size=len(started.ranks)), opened, started)
     preflight = Preflight(client) if spec.preflight else None
     if preflight is not None:
         preflight.nodes()
     rendezvous(client, spec, started)
     loaded = _fill(client, spec, opened, preflight)
-    seen = None if preflight is None else preflight.finish()
-    loaded = replace(loaded, preflight_report=seen)
     client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
     client.connection.refresh()
-    return RunningGroup(spec, client, loaded, spec.optimizer is not None)
+    return RunningGroup(spec, client, loaded)
 
 
 def packed_spec(spec: GroupSpec) -> Any:
@@ -131,15 +129,20 @@ def packed_spec(spec: GroupSpec) -> Any:
     return pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot()
 
 
-def _start(
-    client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], None] | None, attaching: Any
-) -> Started:
-    """Place the ranks and start their processes; the model is checked meanwhile, which takes as long."""
-    device_type, world_size = choose_ranks(
-        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
-    )
+def start_plan(
+    spec: GroupSpec, device_type: str, world_size: int, *, paths: Sequence[str] = (), node_ids: Sequence[str] = ()
+) -> StartPlan:
+    """Return what the controller needs to start the ranks of a group.
+
+    Args:
+        spec: The group's spec.
+        device_type: Type of the ranks' devices.
+        world_size: Number of ranks.
+        paths: See `StartPlan`.
+        node_ids: See `StartPlan`.
+    """
     access, need = spec.hub_access(), rank_need(device_type, spec.placement)
-    plan = StartPlan(
+    return StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
         titles=tuple(Title(spec.short_name, spec.title, bundle) for bundle in range(world_size)),
@@ -148,20 +151,22 @@ def _start(
         placement=spec.placement,
         place_s=spec.timeouts.place_s,
         start_s=spec.timeouts.start_s,
-        paths=tuple(file.path for file in opened.base.files),
+        paths=tuple(paths),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
         held=(*own_groups(), *own_bundles(world_size, need)),
         tells=spec.progress is not False,
+        node_ids=tuple(node_ids),
     )
+
+
+def start_ranks(client: Client, plan: StartPlan, check: Callable[[], None] | None = None) -> Started:
+    """Place the ranks and start their processes; `check` runs meanwhile, which takes as long."""
     starting = client.connection.begin("start_ranks", client.connection.key, plan)
     if check is not None:
         check()
-    if attaching is not None:
-        client.connection.attach(attaching, within_s=spec.timeouts.start_s)
     started: Started = client.connection.finish(starting, within_s=None)
     client.connection.refresh()
-    note_own_group(client, spec, need)
     return started
 
 
@@ -209,7 +214,7 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
         made = client.submit_same("set_optimizer", spec.optimizer, {}, restores, **options)
         if (warning := made.result()) is not None:
             warn(warning)
-    return Loaded(report, bounds, facts)
+    return Loaded(report, bounds, facts, None if preflight is None else preflight.report())
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, spec: GroupSpec) -> LoadReport:

@@ -199,11 +199,6 @@ class GroupSpec:
         return access_to(self.checkpoint, self.model.base if isinstance(self.model, Adapted) else None)
 
 
-def local_path(checkpoint: str) -> str | None:
-    """Return the file-system path of a checkpoint, `None` for a remote URI."""
-    return None if is_remote(checkpoint) else normal_path(checkpoint)
-
-
 Opener = Callable[[str], Checkpoint]
 """`open_checkpoint`, or `open_config` for random weights."""
 
@@ -214,8 +209,7 @@ def open_here(checkpoint: str, opener: Opener) -> Checkpoint | None:
     Raises:
         CheckpointError: The checkpoint is not valid, or of an unsupported kind.
     """
-    path = local_path(checkpoint)
-    return opener(checkpoint) if path is None or _is_there(path) else None
+    return opener(checkpoint) if is_remote(checkpoint) or _is_there(normal_path(checkpoint)) else None
 
 
 def _is_there(path: str) -> bool:
@@ -239,8 +233,7 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
     Raises:
         CheckpointError: No node sees the path, or the checkpoint is not valid.
     """
-    path = local_path(checkpoint)
-    assert path is not None, "a remote URI is opened on the driver"
+    path = normal_path(checkpoint)
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     silent: dict[str, str] = {}
     for node_id, answer in ask_nodes(_open_if_there, dict.fromkeys(nodes, (opener, path)), start_s):
@@ -265,12 +258,11 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
 def _open_if_there(wanted: tuple[Opener, str]) -> bytes | RayshardingError | None:
     """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
     opener, path = wanted
-    if not _is_there(path):
-        return None
     try:
-        return opener(path).to_json()
+        opened = open_here(path, opener)
     except RayshardingError as error:
         return error
+    return None if opened is None else opened.to_json()
 
 
 @dataclass(frozen=True)
