@@ -38,7 +38,6 @@ from raysharding.group.calls import (
     Collect,
     LiveView,
     ProgressOption,
-    Seen,
     UndoOnInterrupt,
     blocking,
     check_no_examples,
@@ -385,9 +384,8 @@ class ShardedModelGroup:
         check_mode(mode, default="eval")
         check_out(out)
         batches = self._deal("forward", args, kwargs)
-        collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
-        call = self._client.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
-        return call.keep_alive(self)
+        collect = collect_outputs(out, batches[0].rows, batches[0].dim)
+        return self._client.submit_batches("forward", batches, mode, out, collect=collect).keep_alive(self)
 
     @handle
     def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -418,9 +416,8 @@ class ShardedModelGroup:
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
-        collect, as_refs = collect_generated(out, batches[0].rows), out == Out.refs()
-        call = self._client.submit_batches("generate", batches, mode, out, collect=collect, as_refs=as_refs)
-        return call.keep_alive(self)
+        collect = collect_generated(out, batches[0].rows)
+        return self._client.submit_batches("generate", batches, mode, out, collect=collect).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -454,8 +451,8 @@ class ShardedModelGroup:
         check_out(out)
         batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
         check_no_examples("call", batches[0], "call it in the function")
-        collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
-        call = self._client.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
+        collect = collect_returns(out, batches[0].rows)
+        call = self._client.submit_batches("call", batches, fn, out, collect=collect)
         self._may_have_optimizer = True
         return call.keep_alive(self)
 
@@ -1283,9 +1280,9 @@ class ShardedModelGroup:
             self._view.stop()
         group = weakref.ref(self)
 
-        def look() -> Seen | None:
+        def look() -> tuple[Client, str] | None:
             owner = group()
-            return None if owner is None else Seen(owner._client, owner._fits.last_step)
+            return None if owner is None else (owner._client, owner._fits.last_step)
 
         self._view = LiveView(self.name, look, refresh_s)
         return self._view

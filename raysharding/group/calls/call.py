@@ -48,6 +48,8 @@ class Collect:
     """Returns the result of the whole call."""
     own: Callable[[int, Any], Any] = lambda _, value: value
     """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
+    as_refs: bool = False
+    """True if the ranks' values are left in the object store as plain objects."""
 
 
 class Call(Generic[T]):
@@ -402,7 +404,7 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
     def join(call: Call) -> PerRank:
         return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
 
-    return Collect(join)
+    return Collect(join, as_refs=True)
 
 
 def _own_output(_: int, sent: RankOutput) -> Any:

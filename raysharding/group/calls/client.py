@@ -97,7 +97,6 @@ class Client:
         batches: Sequence[RankBatch],
         *extra: Any,
         collect: Collect,
-        as_refs: bool = False,
         **options: Any,
     ) -> Call:
         """Submit a command with a batch per rank, under `Timeouts.call_s`.
@@ -107,7 +106,6 @@ class Client:
             batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
             collect: Makes the result.
-            as_refs: True to leave the results in the object store as plain objects.
             options: Other fields of `Submission`.
         """
         self._refuse()
@@ -118,7 +116,7 @@ class Client:
             # Shorter than the call's deadline, after which ranks that still wait would count as hung.
             batches = [replace(batch, fetch_s=self.timeouts.call_s / 2) for batch in batches]
         args, shared = pack_batches(method, batches, *extra)
-        options |= {"output": "ref" if as_refs else "value", "max_output_bytes": self.max_output_bytes}
+        options |= {"output": "ref" if collect.as_refs else "value", "max_output_bytes": self.max_output_bytes}
         parts = (args,) if isinstance(args, Packed) else tuple(args)
         return self._submit(method, parts, shared, self.timeouts.call_s, collect, options)
 
@@ -268,7 +266,7 @@ class Client:
     ) -> Call:
         """Put large arguments into the object store, and send the call to the controller."""
         num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
-        self._wait_for_room(method, num_bytes)
+        self._wait_for_room(method)
         self.connection.require_ray()
         try:
             whole = None if shared is None else _stored(shared)
@@ -357,7 +355,7 @@ class Client:
             return 0, 0  # the call itself raises it
         return done
 
-    def _wait_for_room(self, method: str, num_bytes: int) -> None:
+    def _wait_for_room(self, method: str) -> None:
         """Wait while the arguments of calls that have not ended take more than 256 MiB."""
         if self._num_bytes < _MAX_BYTES:
             return

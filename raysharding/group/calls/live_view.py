@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from raysharding.group.calls.client import Client
@@ -19,16 +19,6 @@ _STOP_S = STATUS_S + 1.0
 _COLUMNS = "rank", "node_ip", "device", "phase", "last_call", "host_bytes", "peak_host_bytes", "device_bytes"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a view reads of a group; holds no reference to the group."""
-
-    client: Client
-    """The group's client."""
-    fit: str
-    """The last step of `fit`; empty without one."""
-
-
 class LiveView:
     """A live view of a group: its state, the last step of `fit`, and for each rank phase, last call and memory.
 
@@ -36,12 +26,13 @@ class LiveView:
     or dropped, and at the exit of the program.
     """
 
-    def __init__(self, name: str, look: Callable[[], Seen | None], refresh_s: float) -> None:
+    def __init__(self, name: str, look: Callable[[], tuple[Client, str] | None], refresh_s: float) -> None:
         """Draw the first picture, and start the thread that draws the others.
 
         Args:
             name: The group's name.
-            look: Returns what there is to see of the group; `None` if the group is gone.
+            look: Returns the group's client, and the last step of `fit` for people; `None` if the group is gone. A
+                client holds no reference to its group.
             refresh_s: Seconds between two probes of the ranks.
 
         Raises:
@@ -96,10 +87,10 @@ class LiveView:
         """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
         try:
             seen = self._look()
-            if seen is None or seen.client.state is GroupState.CLOSED:
+            if seen is None or seen[0].state is GroupState.CLOSED:
                 self._picture = Picture(self._name, _now())
                 return "the group was dropped" if seen is None else "the group was shut down"
-            self._picture = _picture_of(seen)
+            self._picture = _picture_of(*seen)
         except Exception as error:  # noqa: BLE001 - shown; the next look may succeed
             self._picture = Picture(self._name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
         self.num_refreshes += 1
@@ -107,10 +98,9 @@ class LiveView:
         return ""
 
 
-def _picture_of(seen: Seen) -> Picture:
-    client = seen.client
+def _picture_of(client: Client, last_step: str) -> Picture:
     state, cause = client.state, client.cause
-    lines = [seen.fit] if seen.fit else []
+    lines = [last_step] if last_step else []
     statuses: list[dict[str, Any]] = []
     if state is GroupState.BROKEN:
         lines.append(f"cause: {str(cause).partition(chr(10))[0]}")
