@@ -176,7 +176,8 @@ class Call(Generic[T]):
             with DeferredInterrupts(self._group):
                 future = self._group.item(self.number, index)
                 left = None if until is None else max(0.0, until - time.monotonic())
-                concurrent.futures.wait((future, self._ended), left, concurrent.futures.FIRST_COMPLETED)
+                either: list[concurrent.futures.Future[Any]] = [future, self._ended]
+                concurrent.futures.wait(either, left, concurrent.futures.FIRST_COMPLETED)
                 if not (future.done() or self._ended.done()):
                     raise self._too_slow(timeout_s)
             if not future.done() or future.exception() is not None or future.result().is_last:

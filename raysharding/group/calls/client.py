@@ -16,12 +16,11 @@ import ray
 
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
-from raysharding.errors import GroupBrokenError, GroupError, RayshardingError
+from raysharding.errors import GroupBrokenError, GroupError, RayshardingError, caught_as
 from raysharding.group.calls.call import Call, Collect, collect_all, collect_rank0
 from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.connection import Connection
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
-from raysharding.group.calls.outcomes import raised_by
 from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
@@ -427,3 +426,20 @@ class Client:
 
 def _stored(part: Packed) -> Part:
     return ray.put(part) if part.refs or part.num_bytes > COMMAND_BYTES else part
+
+
+def raised_by(outcome: Outcome) -> RayshardingError | None:
+    """Return the error of a failed call; `None` if it succeeded.
+
+    The error of the rank that failed first, if it is this package's (`PlanError`); else the group's error. If all ranks
+    raised the same builtin type, `except` of that type also catches it.
+    """
+    error = outcome.error
+    original = None if outcome.raised is None else outcome.raised.exception()
+    if error is None or original is None:
+        return error
+    if isinstance(original, RayshardingError):
+        original.__cause__ = error
+        return original
+    error.__cause__ = original
+    return caught_as(error, type(original)) if outcome.is_common else error

@@ -1,4 +1,7 @@
-"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it."""
+"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it.
+
+`attach`: a driver joins the drivers of a named group.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ from typing import Any
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import HubPath, normal_path, split_path
+from raysharding.config import Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import CheckpointError
 from raysharding.group.calls import Client, ProgressOption, follow
 from raysharding.group.cluster import (
+    check_name,
     choose_num_threads,
     choose_ranks,
     cluster_cpus,
     cluster_gpus,
     connect,
+    join_existing,
     own_bundles,
     own_node_id,
     rank_need,
@@ -26,7 +32,12 @@ from raysharding.group.cluster import (
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
-from raysharding.group.launch.start_controller import note_own_group, own_groups, start_controller
+from raysharding.group.launch.start_controller import (
+    find_controller,
+    note_own_group,
+    own_groups,
+    start_controller,
+)
 from raysharding.group.messages import Started, StartPlan, pack
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, ModelFacts, RankActor, Title
 from raysharding.models import Adapted, InputBounds
@@ -34,6 +45,7 @@ from raysharding.models import Adapted, InputBounds
 # Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
+_ATTACH_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,29 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
     except BaseException:
         client.shutdown()
         raise
+
+
+def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
+    """Join a named group; see `ShardedModelGroup.attach`."""
+    if name is None:
+        raise ValueError("name=None: give the name of a group")
+    check_name(name)
+    join_existing()
+    chosen = Timeouts() if timeouts is None else timeouts
+    client = Client(find_controller(name), f"group {name!r}", chosen, 0)
+    try:
+        attached = client.connection.attach(within_s=min(_ATTACH_S, chosen.call_s))
+        if attached.spec is None or attached.loaded is None:
+            what = "the group's driver is still making it; attach when the group is READY"
+            raise ValueError(f"name={name!r}: {what}")
+    except BaseException:
+        client.detach()
+        raise
+    spec: GroupSpec = attached.spec.unpack()
+    spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
+    client.timeouts, client.max_output_bytes = spec.timeouts, spec.max_output_bytes
+    loaded: Loaded = attached.loaded.unpack()
+    return RunningGroup(spec, client, loaded)
 
 
 def make(

@@ -276,20 +276,14 @@ class Opened:
     adapters: Checkpoint | None
     """The adapters that are loaded after the base; `None` without adapters."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to load."""
-        return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
 
-
-def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
+def open_spec(spec: GroupSpec, *, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
     """Check a spec and open its checkpoint: in this process, or on the first node of the cluster that sees its path.
 
     Starts no cluster: what is wrong with the arguments or the files is found without Ray where this machine sees them.
 
     Args:
         spec: The group's spec.
-        answer_s: Deadline for the nodes' answers. Default: `Timeouts.start_s`.
         alone: True to join no cluster that is announced.
 
     Returns:
@@ -305,7 +299,7 @@ def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = F
     opened = _opened(spec, partial(open_here, opener=opener))
     is_joined = not alone and join_announced()
     if opened is None and is_joined:
-        start_s = spec.timeouts.start_s if answer_s is None else answer_s
+        start_s = spec.timeouts.start_s
         opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
     elif opened is None:
         opened = _opened(spec, opener)  # a cluster of this machine alone would see no more than this process
@@ -361,7 +355,7 @@ def _named_base(adapters: Checkpoint) -> str:
 
 
 def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
-    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of adapters.
+    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of its adapters.
 
     The ranks check a callable's model instead, before data moves, because the callable may need resources that only
     the ranks have. The ranks also check the model if this process lacks a package that the model needs.
@@ -380,26 +374,17 @@ def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
             return
         raise
     if adapters is not None:
-        check_adapters(module, adapters)
+        names = AdapterNames.of(module)
+        assert names is not None, "the model is built with adapters"
+        names.check(adapters)
+        keys = map_keys(module, adapters.tensors, None)
+        problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
+        # Parameters of the base are not missing: the base is loaded before the adapters.
+        problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
+        if problems:
+            raise misfit(adapters.path, problems)
     if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
         wrap_groups(module, sharding)
-
-
-def check_adapters(module: nn.Module, adapters: Checkpoint) -> None:
-    """Compare adapters with a model on meta that was built with adapters.
-
-    Raises:
-        PlanError: The adapters differ from the model's; the error lists every mismatch.
-    """
-    names = AdapterNames.of(module)
-    assert names is not None, "the model is built with adapters"
-    names.check(adapters)
-    keys = map_keys(module, adapters.tensors, None)
-    problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
-    # Parameters of the base are not missing: the base is loaded before the adapters.
-    problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
-    if problems:
-        raise misfit(adapters.path, problems)
 
 
 def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:
