@@ -38,12 +38,10 @@ from raysharding.group.calls import (
     Collect,
     LiveView,
     ProgressOption,
-    UndoOnInterrupt,
     blocking,
     check_no_examples,
     collect_generated,
     collect_outputs,
-    collect_rank0,
     collect_returns,
     driver_handle,
     handle,
@@ -257,9 +255,7 @@ class ShardedModelGroup:
             config_overrides=config_overrides,
             base=None if base is None else os.fspath(base),
         )
-        # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
-        with UndoOnInterrupt():
-            return cls(launch(spec, replaces=replace))
+        return cls(launch(spec, replaces=replace))
 
     @classmethod
     @blocking
@@ -504,7 +500,7 @@ class ShardedModelGroup:
         batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
-        options: dict[str, Any] = {"collect": collect_rank0, **self._unless_fit("train_step"), **self._ends}
+        options = self._unless_fit("train_step") | self._ends
         return self._client.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -541,9 +537,8 @@ class ShardedModelGroup:
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
-        claim = "forward_backward", self._client.connection.key
-        options: dict[str, Any] = {"collect": collect_rank0, "opens_claim": claim}
-        options |= self._unless_fit("forward_backward")
+        options = self._unless_fit("forward_backward")
+        options |= {"opens_claim": ("forward_backward", self._client.connection.key)}
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
@@ -25,7 +25,7 @@ from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.messages import Item, Packed, Sent
-from raysharding.outputs import RankOutput, select_output
+from raysharding.outputs import select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
@@ -46,8 +46,8 @@ class Collect:
 
     join: Callable[[Call], Any]
     """Returns the result of the whole call."""
-    own: Callable[[int, Any], Any] = lambda _, value: value
-    """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
+    own: Callable[[Any], Any] = lambda value: value
+    """Returns one rank's part, given the value it sent; for `per_rank()` and `stream()`."""
     as_refs: bool = False
     """True if the ranks' values are left in the object store as plain objects."""
 
@@ -145,7 +145,7 @@ class Call(Generic[T]):
             GroupError: As for `result`.
         """
         self._wait(timeout_s)
-        return [self._collect.own(rank, value) for rank, value in enumerate(self.values())]
+        return [self._collect.own(value) for value in self.values()]
 
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
         """Yield `(rank, value)` as the ranks finish, with the values of `per_rank`.
@@ -161,11 +161,11 @@ class Call(Generic[T]):
         told: set[int] = set()
         for item in self._items(until, timeout_s):
             told.add(item.rank)
-            yield item.rank, self._collect.own(item.rank, self._unpacked(item.rank, item.sent))
+            yield item.rank, self._collect.own(self._unpacked(item.rank, item.sent))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
         for rank in range(self._world_size):
             if rank not in told:
-                yield rank, self._collect.own(rank, self.value(rank))
+                yield rank, self._collect.own(self.value(rank))
 
     def _items(self, until: float | None, timeout_s: float | None) -> Iterator[Item]:
         """Yield the parts of the result as they come, until the call has ended."""
@@ -360,22 +360,20 @@ def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
     """Join the ranks' outputs of a forward; `rows` and `dim` are those of `RankBatch`."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
-    return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
+    return Collect(lambda call: select_output(out, call.values(), rows, dim), lambda sent: sent.value)
 
 
 def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
     """Join the ranks' token ids; several sequences of one row are adjacent, as in one process."""
-    if out is not None and out.kind == "refs":
-        return _collect_refs(rows)
-
-    def join(call: Call) -> Any:
-        ids = select_output(out, call.values(), rows, 0)
-        return PerRank([_flat(own) for own in ids]) if isinstance(ids, PerRank) else _flat(ids)
-
-    return Collect(join, lambda rank, sent: _flat(_own_output(rank, sent)))
+    ids = collect_outputs(out, rows, 0)
+    if ids.as_refs:
+        return ids
+    return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
 
 
 def _flat(ids: Any) -> Any:
+    if isinstance(ids, PerRank):
+        return PerRank([_flat(own) for own in ids])
     return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
 
 
@@ -406,7 +404,3 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
         return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
 
     return Collect(join, as_refs=True)
-
-
-def _own_output(_: int, sent: RankOutput) -> Any:
-    return sent.value

@@ -95,7 +95,7 @@ class Client:
         method: str,
         batches: Sequence[RankBatch],
         *extra: Any,
-        collect: Collect,
+        collect: Collect = collect_rank0,
         **options: Any,
     ) -> Call:
         """Submit a command with a batch per rank, under `Timeouts.call_s`.
@@ -104,7 +104,7 @@ class Client:
             method: Name of the command, whose first argument is the batch.
             batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
-            collect: Makes the result.
+            collect: Makes the result. Default: the value of rank 0.
             options: Other fields of `Submission`.
         """
         self._refuse()

@@ -16,7 +16,7 @@ from raysharding.config import Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import CheckpointError
-from raysharding.group.calls import Client, ProgressOption, follow
+from raysharding.group.calls import Client, ProgressOption, UndoOnInterrupt, follow
 from raysharding.group.cluster import (
     check_name,
     choose_num_threads,
@@ -81,20 +81,22 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         spec: The group's spec.
         replaces: True to shut down the group that has the name.
     """
-    spec, opened, is_joined = open_spec(spec)
-    # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
-    is_checked = not is_joined or spec.name is not None
-    if is_checked:
-        check_fit(opened, spec.sharding, spec.loading)
-    connect()
-    controller = start_controller(spec, replace=replaces)
-    client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
-    try:
-        client.connection.attach(within_s=spec.timeouts.start_s)
-        return make(client, spec, opened, is_checked=is_checked)
-    except BaseException:
-        client.shutdown()
-        raise
+    # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
+    with UndoOnInterrupt():
+        spec, opened, is_joined = open_spec(spec)
+        # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
+        is_checked = not is_joined or spec.name is not None
+        if is_checked:
+            check_fit(opened, spec.sharding, spec.loading)
+        connect()
+        controller = start_controller(spec, replace=replaces)
+        client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
+        try:
+            client.connection.attach(within_s=spec.timeouts.start_s)
+            return make(client, spec, opened, is_checked=is_checked)
+        except BaseException:
+            client.shutdown()
+            raise
 
 
 def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
