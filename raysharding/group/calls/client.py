@@ -294,33 +294,29 @@ class Client:
             key: Identifies the pair.
             refused_beside: See `Submission`; of the other group's part.
         """
-        clients = self, other
-        calls = [Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in clients]
-        parts = [(pack_same(method, arg),) for arg in args]
-        leads = actor_id(self.connection.controller) < actor_id(other.connection.controller)
-        leader, follower = (0, 1) if leads else (1, 0)
-        first, second = clients[leader], clients[follower]
+        sides: list[tuple[Client, Any, Mapping[str, str]]] = [(self, args[0], {}), (other, args[1], refused_beside)]
+        sides.sort(key=lambda side: actor_id(side[0].connection.controller))
+        first, second = (client for client, _, _ in sides)
+        here, there = first.connection, second.connection
+        calls = {one: Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in (self, other)}
         with MaskedInterrupts(), first._submitting, second._submitting:
-            for one in clients:
+            for one in calls:
                 one._refuse()
-            here, there = first.connection, second.connection
             joints = (
                 Joint(key, there.controller, second.name, True, there.key, second._next_number),
                 Joint(key, here.controller, first.name, False),
             )
-            beside = [{}, refused_beside]
             own, its = (
-                Submission(method, parts[at], one.timeouts.call_s, joint=joint, refused_beside=beside[at])
-                for at, one, joint in zip((leader, follower), (first, second), joints, strict=True)
+                Submission(method, (pack_same(method, arg),), one.timeouts.call_s, joint=joint, refused_beside=beside)
+                for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
-            first._send(calls[leader], replace(own, other=its), 0, first.timeouts.call_s)
+            first._send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)
             with suppress(GroupError):  # the call raises it
-                here.ask("arrived", here.key, calls[leader].number, within_s=None)
+                here.ask("arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
-            second._follow(
-                calls[follower], there.controller.outcome.remote(there.key, key, unknown), 0, second.timeouts.call_s
-            )
-        return calls[0], calls[1]
+            outcome = there.controller.outcome.remote(there.key, key, unknown)
+            second._follow(calls[second], outcome, 0, second.timeouts.call_s)
+        return calls[self], calls[other]
 
     def _send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
         """Send a call with the next number; the lock is held."""
@@ -368,13 +364,9 @@ class Client:
         if error is None:
             self._end(call, decoded(ended.result()))
         elif isinstance(error, ray.exceptions.RayActorError):
-            self.connection.controller_lost(self.connection.controller_died(error))
+            self.connection.controller_lost(self.connection.error_of(error))
         else:
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            known = (
-                cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
-            )
-            self._end(call, Outcome(error=known))
+            self._end(call, Outcome(error=self.connection.error_of(error)))
 
     def _end(self, call: Call, outcome: Outcome) -> None:
         if outcome.snapshot is not None:

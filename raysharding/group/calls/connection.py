@@ -160,7 +160,7 @@ class Connection:
             what = f"{self.name}: its controller ({self.where}) does not answer within {within_s:g} s"
             raise CallTimeoutError(what) from None
         except ray.exceptions.RayActorError as error:
-            raise self.controller_died(error) from None
+            raise self.error_of(error) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
@@ -215,15 +215,12 @@ class Connection:
     def _on_answer(self, is_watch: bool, ended: concurrent.futures.Future[Snapshot]) -> None:
         if self._due.pop(ended, None) is None:
             return  # of before a reconnection
-        error = ended.exception()
-        if error is None:
-            self.take(ended.result())
-            if is_watch:
-                self._watch()
-        elif isinstance(error, ray.exceptions.RayActorError):
-            self.controller_lost(self.controller_died(error))
-        else:
-            self.controller_lost(GroupError(f"{self.name}: its controller failed: {error}"))
+        if (error := ended.exception()) is not None:
+            self.controller_lost(self.error_of(error))
+            return
+        self.take(ended.result())
+        if is_watch:
+            self._watch()
 
     def take(self, snapshot: Snapshot) -> None:
         """Take what the controller says of the group; replies do not arrive in order."""
@@ -291,8 +288,13 @@ class Connection:
         self._lost = error
         self._on_lost(error)
 
-    def controller_died(self, error: BaseException) -> GroupError:
-        """Return the error of the controller's death, from Ray's."""
+    def error_of(self, error: BaseException) -> GroupError:
+        """Return the error of a question that the controller has not answered, from Ray's."""
+        if not isinstance(error, ray.exceptions.RayActorError):
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            return (
+                cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
+            )
         first = " ".join(str(error).split())[:600]
         message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
         self._note_stall()

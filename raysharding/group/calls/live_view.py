@@ -72,11 +72,10 @@ class LiveView:
 
     def _run(self) -> None:
         try:
-            while not self._end:
-                end = self._refresh()
-                if not end and self._stopping.wait(self._refresh_s):
-                    end = "stopped"
-                self._end = end
+            end = self._refresh()
+            while not end:
+                end = "stopped" if self._stopping.wait(self._refresh_s) else self._refresh()
+            self._end = end
             self._screen.close(replace(self._picture, title=f"{self._name}: the view has ended: {self._end}"))
         except Exception as error:  # noqa: BLE001 - nobody to raise to; `repr` tells that, say, stderr is closed
             self._end = f"cannot draw: {type(error).__name__}: {error}"
