@@ -363,10 +363,8 @@ class Client:
         error = ended.exception()
         if error is None:
             self._end(call, decoded(ended.result()))
-        elif isinstance(error, ray.exceptions.RayActorError):
-            self.connection.controller_lost(self.connection.error_of(error))
         else:
-            self._end(call, Outcome(error=self.connection.error_of(error)))
+            self.connection.controller_lost(self.connection.controller_died(error))
 
     def _end(self, call: Call, outcome: Outcome) -> None:
         if outcome.snapshot is not None:

@@ -160,7 +160,7 @@ class Connection:
             what = f"{self.name}: its controller ({self.where}) does not answer within {within_s:g} s"
             raise CallTimeoutError(what) from None
         except ray.exceptions.RayActorError as error:
-            raise self.error_of(error) from None
+            raise self.controller_died(error) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
@@ -216,7 +216,7 @@ class Connection:
         if self._due.pop(ended, None) is None:
             return  # of before a reconnection
         if (error := ended.exception()) is not None:
-            self.controller_lost(self.error_of(error))
+            self.controller_lost(self.controller_died(error))
             return
         self.take(ended.result())
         if is_watch:
@@ -288,14 +288,14 @@ class Connection:
         self._lost = error
         self._on_lost(error)
 
-    def error_of(self, error: BaseException) -> GroupError:
-        """Return the error of a question that the controller has not answered, from Ray's."""
-        if not isinstance(error, ray.exceptions.RayActorError):
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            return (
-                cause if isinstance(cause, GroupError) else GroupError(f"{self.name}: its controller failed: {error}")
-            )
-        first = " ".join(str(error).split())[:600]
+    def controller_died(self, error: BaseException) -> GroupError:
+        """Return the error of the controller's death.
+
+        Args:
+            error: Ray's; or that of a controller which Ray has started meanwhile, and which does not know this driver.
+        """
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        first = " ".join(str(cause).split())[:600]
         message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
         self._note_stall()
         until, seconds = self._stall

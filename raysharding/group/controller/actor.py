@@ -103,9 +103,21 @@ class GroupController:
         if is_restarted and self._record.stored is None:
             ray.actor.exit_actor()  # the group was never READY: nobody can use it, and its name must be free
         self._files = self._record.files
+        self._status = GroupStatus(identity.title)
+        self._drivers = Drivers(identity.title, self._on_lost_driver)
+        self._saves = BackgroundSaves(self._on_committed, self._bump)
+        self._metrics = CallMetrics(identity.title)
+        self._queue = CallQueue(self._run)
+        self._intake = Intake(identity.title, self._drivers, self._status, self._queue)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
-        self._is_open = self._was_attached = False
+        self._is_open = self._was_attached = self._resets_next = False
+        self._notes: list[tuple[int, str]] = []
+        self._version = self._num_commands = self._num_notes = 0
+        self._changed = asyncio.Event()
+        if self._record.stored is not None:
+            self._status.ready()
+            self._status.fail(GroupError(f"{identity.title}: its controller died, and the ranks with it"))
         if self._record.stored is None or not identity.is_named:
             timer = threading.Timer(_ATTACH_S, self._end_unattached)
             timer.daemon = True
@@ -145,7 +157,7 @@ class GroupController:
 
         It returns earlier where the lease asks for it: a driver polls again at once.
         """
-        self._drivers.heard(driver)
+        self._drivers.heard(self._drivers[driver])
         if version == self._version:
             changed, lease_s = self._changed, self._identity.lease_s
             wait_s = wait_s if lease_s is None else min(wait_s, lease_s / _RENEWALS)
@@ -328,7 +340,6 @@ class GroupController:
         Args:
             why: Message of the error of calls that have not ended.
         """
-        self._open()
         if self._status.state is not GroupState.CLOSED:
             was_idle = self._queue.current is None and self._status.is_usable
             self._close(why)
@@ -344,28 +355,14 @@ class GroupController:
         start(self._exit())
 
     def _open(self) -> None:
-        """Begin on the event loop, which the constructor does not run on."""
+        """Start the tasks of the event loop, which the constructor does not run on."""
         if self._is_open:
             return
         self._is_open = True
-        title = self._identity.title
-        self._status = GroupStatus(title)
-        self._drivers = Drivers(title, self._on_lost_driver)
-        self._saves = BackgroundSaves(self._on_committed, self._bump)
-        self._metrics = CallMetrics(title)
-        self._notes: list[tuple[int, str]] = []
-        self._version = self._num_commands = 0
-        self._num_notes = 0
-        self._resets_next = False
-        self._changed = asyncio.Event()
-        self._queue = CallQueue(self._run)
-        self._intake = Intake(title, self._drivers, self._status, self._queue)
-        if self._record.stored is not None:
-            self._status.ready()
-            self._status.fail(GroupError(f"{title}: its controller died, and the ranks with it"))
+        start(self._queue.run())
         start(self._export())
         if self._identity.lease_s is not None:
-            start(end_without_renewal(self._identity.lease_s, self._drivers, title, self._on_expired))
+            start(end_without_renewal(self._identity.lease_s, self._drivers, self._identity.title, self._on_expired))
 
     async def _run(self, call: QueuedCall) -> None:
         """Run a call on the ranks, and end it. The queue calls it for one call after the other."""

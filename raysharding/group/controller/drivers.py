@@ -61,9 +61,6 @@ class Drivers:
         self.last_heard = time.monotonic()
         """When a driver last polled."""
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._drivers
-
     def __getitem__(self, key: str) -> Driver:
         """Return a driver.
 
@@ -115,10 +112,9 @@ class Drivers:
         if event is not None:
             event.set()
 
-    def heard(self, key: str) -> None:
+    def heard(self, driver: Driver) -> None:
         """Note that a driver has polled."""
-        if key in self._drivers:
-            self.last_heard = time.monotonic()
+        self.last_heard = time.monotonic()
 
     def take_claim(self, driver: Driver, what: str, key: str) -> GroupError | None:
         """Give a driver a claim, or return why it cannot have it."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from raysharding.group.controller.copy_pair import CopyPair
 from raysharding.group.controller.drivers import Driver
-from raysharding.group.controller.members import start
 from raysharding.group.controller.running_call import RunningCall
 from raysharding.group.messages import Outcome, Submission
 
@@ -46,20 +45,19 @@ class QueuedCall:
 
 
 class CallQueue:
-    """A FIFO queue and the task that runs its calls."""
+    """A FIFO queue of calls."""
 
-    def __init__(self, run: Callable[[QueuedCall], Awaitable[None]]) -> None:
-        """Start the task.
+    def __init__(self, run_call: Callable[[QueuedCall], Awaitable[None]]) -> None:
+        """Begin without calls.
 
         Args:
-            run: Runs one call on the ranks, and ends it; must not raise.
+            run_call: Runs one call on the ranks, and ends it; must not raise.
         """
         self.current: QueuedCall | None = None
         """The call that the ranks run."""
         self._waiting: collections.deque[QueuedCall] = collections.deque()
-        self._run = run
+        self._run_call = run_call
         self._added = asyncio.Event()
-        start(self._loop())
 
     def __len__(self) -> int:
         return len(self._waiting) + (self.current is not None)
@@ -77,7 +75,8 @@ class CallQueue:
             call.end(outcome)
         return len(cancelled)
 
-    async def _loop(self) -> None:
+    async def run(self) -> None:
+        """Run the calls, as long as the controller lives."""
         while True:
             if not self._waiting:
                 self._added.clear()
@@ -91,5 +90,5 @@ class CallQueue:
             self._waiting.remove(call)
             if not call.ended.done():
                 self.current = call
-                await self._run(call)
+                await self._run_call(call)
                 self.current = None
