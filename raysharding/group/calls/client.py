@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +15,11 @@ import ray
 
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
-from raysharding.errors import GroupBrokenError, GroupError, RayshardingError, caught_as
+from raysharding.errors import GroupBrokenError, GroupError, RayshardingError
 from raysharding.group.calls.call import Call, Collect, collect_all, collect_rank0
 from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.connection import Connection
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
-from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
@@ -29,13 +27,9 @@ from raysharding.group.messages import (
     Interrupted,
     Item,
     Joint,
-    Outcome,
     Packed,
     Part,
-    Snapshot,
     Submission,
-    closed,
-    decoded,
     encoded,
     pack_batches,
     pack_same,
@@ -58,20 +52,14 @@ class Client:
             timeouts: Deadlines.
             max_output_bytes: Largest result of one rank, in bytes.
         """
-        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost, self._shortest_deadline)
+        self.connection = Connection(controller, name)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
         self.max_output_bytes = max_output_bytes
-        self.pending = PendingSaves(self.saved_bytes)
+        self.pending = self.connection.pending
         """Saves in the background."""
-        self._next_number = 0
-        self._calls: dict[Call, tuple[int, float]] = {}
-        """Call → bytes of its arguments, and its deadline in seconds."""
-        self._num_bytes = 0
         self._is_closed = False
-        self._changed = threading.Condition()
-        self._submitting = threading.Lock()
         atexit.register(self.connection.thread.stop)
 
     @property
@@ -82,8 +70,7 @@ class Client:
     @property
     def state(self) -> GroupState:
         """State of the group: BUSY while a call of this driver runs or is queued."""
-        state = self.connection.state
-        return GroupState.BUSY if state is GroupState.READY and self._calls else state
+        return self.connection.state
 
     @property
     def cause(self) -> GroupError | None:
@@ -169,13 +156,6 @@ class Client:
             with suppress(GroupError):  # a controller that is gone holds no claim
                 self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
 
-    def saved_bytes(self) -> dict[str, int]:
-        """Return the bytes written so far of each save in the background that has not ended, by token."""
-        if self.cause is not None or self.connection.snapshot.state is GroupState.CLOSED:
-            return {}
-        written: dict[str, int] = self.connection.ask("saved_bytes")
-        return written
-
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
 
@@ -246,7 +226,6 @@ class Client:
     def _close(self) -> None:
         self._is_closed = True
         self.connection.close()
-        self._fail_calls(closed(self.name))
         atexit.unregister(self.connection.thread.stop)
 
     def _refuse(self) -> None:
@@ -275,9 +254,9 @@ class Client:
         stored = (*submission.parts, submission.shared)
         sent = encoded(submission, has_refs=any(isinstance(part, ray.ObjectRef) for part in stored))
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
-        with MaskedInterrupts(), self._submitting:
+        with MaskedInterrupts(), self.connection.submitting:
             self.connection.refuse_if_unusable()
-            self._send(call, sent, num_bytes, deadline_s)
+            self.connection.send(call, sent, num_bytes, deadline_s)
         return call
 
     def submit_pair(
@@ -299,40 +278,24 @@ class Client:
         first, second = (client for client, _, _ in sides)
         here, there = first.connection, second.connection
         calls = {one: Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in (self, other)}
-        with MaskedInterrupts(), first._submitting, second._submitting:
+        with MaskedInterrupts(), here.submitting, there.submitting:
             for one in calls:
                 one._refuse()
             joints = (
-                Joint(key, there.controller, second.name, True, there.key, second._next_number),
+                Joint(key, there.controller, second.name, True, there.key, there.next_number),
                 Joint(key, here.controller, first.name, False),
             )
             own, its = (
                 Submission(method, (pack_same(method, arg),), one.timeouts.call_s, joint=joint, refused_beside=beside)
                 for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
-            first._send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)
+            here.send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)
             with suppress(GroupError):  # the call raises it
                 here.ask("arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
             outcome = there.controller.outcome.remote(there.key, key, unknown)
-            second._follow(calls[second], outcome, 0, second.timeouts.call_s)
+            there.follow(calls[second], outcome, 0, second.timeouts.call_s)
         return calls[self], calls[other]
-
-    def _send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
-        """Send a call with the next number; the lock is held."""
-        call.number = self._next_number
-        self._next_number += 1
-        key = self.connection.key
-        self._follow(call, self.connection.controller.submit.remote(key, call.number, sent), num_bytes, deadline_s)
-
-    def _follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
-        """End a call with the outcome that a reference brings."""
-        with self._changed:
-            self._calls[call] = num_bytes, deadline_s
-            self._num_bytes += num_bytes
-        ref.future().add_done_callback(
-            lambda ended: self.connection.thread.call(partial(self._on_outcome, call, ended))
-        )
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of a call's result; see `RunningCall.item`."""
@@ -352,54 +315,17 @@ class Client:
 
     def _wait_for_room(self, method: str) -> None:
         """Wait while the arguments of calls that have not ended take more than 256 MiB."""
-        if self._num_bytes < _MAX_BYTES:
+        here = self.connection
+        if here.num_bytes < _MAX_BYTES:
             return
-        refuse_to_wait(f"{method}.remote(), while the arguments of calls take {self._num_bytes} bytes")
-        with DeferredInterrupts(self), self._changed:
-            self._changed.wait_for(lambda: self._num_bytes < _MAX_BYTES or self.cause is not None)
-
-    def _on_outcome(self, call: Call, ended: concurrent.futures.Future[Any]) -> None:
-        """Handle the end of a call, on the callback thread."""
-        error = ended.exception()
-        if error is None:
-            self._end(call, decoded(ended.result()))
-        else:
-            self.connection.controller_lost(self.connection.controller_died(error))
-
-    def _end(self, call: Call, outcome: Outcome) -> None:
-        if outcome.snapshot is not None:
-            self.connection.take(outcome.snapshot)
-        with self._changed:
-            found = self._calls.pop(call, None)
-            self._num_bytes -= 0 if found is None else found[0]
-            self._changed.notify_all()
-        if found is None:
-            return  # it has ended with the group
-        call.follows = outcome.follows
-        call.end(raised_by(outcome), outcome.sent)
-
-    def _shortest_deadline(self) -> float:
-        return min((deadline_s for _, deadline_s in list(self._calls.values())), default=math.inf)
-
-    def _fail_calls(self, error: GroupError) -> None:
-        for call in list(self._calls):
-            self._end(call, Outcome(error=error))
-
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
-        self.pending.note(snapshot.ended_saves)
-        if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
-            self.pending.lose(snapshot.cause or closed(self.name))
-
-    def _on_lost(self, error: GroupError) -> None:
-        self._next_number = 0  # a controller that is connected to counts anew
-        self._fail_calls(error)
-        self.pending.lose(error)
+        refuse_to_wait(f"{method}.remote(), while the arguments of calls take {here.num_bytes} bytes")
+        with DeferredInterrupts(self), here.changed:
+            here.changed.wait_for(lambda: here.num_bytes < _MAX_BYTES or here.cause is not None)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         try:
-            found: Interrupted = self.connection.ask(
-                "interrupt", self.connection.key, source or "interrupt()", self._next_number
-            )
+            last = self.connection.next_number
+            found: Interrupted = self.connection.ask("interrupt", self.connection.key, source or "interrupt()", last)
         except (RayshardingError, ray.exceptions.RayError):
             stopping.set_result(0)
             return
@@ -409,27 +335,10 @@ class Client:
                 f"{found.left_s:.0f} s); queued calls cancelled: {found.num_cancelled}; once more stops the ranks now, "
                 "and their weights are lost"
             )
-        with self._changed:
-            self._changed.wait_for(lambda: not self._calls)
+        with self.connection.changed:
+            self.connection.changed.wait_for(lambda: not self.connection.calls)
         stopping.set_result(found.num_cancelled)
 
 
 def _stored(part: Packed) -> Part:
     return ray.put(part) if part.refs or part.num_bytes > COMMAND_BYTES else part
-
-
-def raised_by(outcome: Outcome) -> RayshardingError | None:
-    """Return the error of a failed call; `None` if it succeeded.
-
-    The error of the rank that failed first, if it is this package's (`PlanError`); else the group's error. If all ranks
-    raised the same builtin type, `except` of that type also catches it.
-    """
-    error = outcome.error
-    original = None if outcome.raised is None else outcome.raised.exception()
-    if error is None or original is None:
-        return error
-    if isinstance(original, RayshardingError):
-        original.__cause__ = error
-        return original
-    error.__cause__ = original
-    return caught_as(error, type(original)) if outcome.is_common else error
