@@ -16,7 +16,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -122,12 +122,11 @@ def _link_line(link: LinkTimes | None) -> str:
     return f"link: all-reduce {link.latency_s * 1e3:.2f} ms{broadcast}"
 
 
-def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> list[Finding]:
+def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Compare the versions of the driver and the nodes.
 
     The build (`+cpu`, `+cu128`) is not compared: the driver needs no GPU, so it may run another build.
     """
-    found = []
     names = dict.fromkeys(name for versions in (driver, *(node.versions for node in nodes)) for name in versions)
     for name in names:
         holders: dict[str, list[str]] = {}
@@ -139,8 +138,7 @@ def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> lis
         if len(holders) > 1:
             values = "; ".join(f"{version} on {', '.join(where)}" for version, where in holders.items())
             cure = "install one version everywhere, for example by Placement(runtime_env={'pip': [...]})"
-            found.append(Finding(name in MUST_AGREE, "versions", f"{name} differs: {values}; {cure}"))
-    return found
+            yield Finding(name in MUST_AGREE, "versions", f"{name} differs: {values}; {cure}")
 
 
 def _release(name: str, version: str) -> str:
@@ -148,32 +146,31 @@ def _release(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
-def check_builds(device: str, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
+def check_builds(device: str, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Yield a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
     cure = "knows no GPU: install torch's build for the GPUs there, or give device='cpu'"
-    builds = {node.node_ip: node.versions.get("torch", "") for node in nodes if device.startswith("cuda")}
-    cpu = [f"torch {build} on node {node_ip} {cure}" for node_ip, build in builds.items() if build.endswith("+cpu")]
-    return [Finding(True, "versions", message) for message in cpu]
+    for node in nodes:
+        build = node.versions.get("torch", "")
+        if device.startswith("cuda") and build.endswith("+cpu"):
+            yield Finding(True, "versions", f"torch {build} on node {node.node_ip} {cure}")
 
 
-def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return a finding for each node whose ranks would send messages over an interface that reaches no other node."""
+def check_interfaces(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Yield a finding for each node whose ranks would send messages over an interface that reaches no other node."""
     if len({node.node_ip for node in nodes}) < 2:
-        return []
-    found = []
+        return
     for node in nodes:
         name = node.chosen_interface or node.interface
         owner = f"node {node.node_ip}"
         if node.chosen_interface is not None and _is_loopback_name(node.chosen_interface):
             cure = "unset GLOO_SOCKET_IFNAME there, or set it to the interface that the other nodes reach"
-            found.append(_unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure))
+            yield _unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure)
         elif ipaddress.ip_address(node.node_ip).is_loopback or (name is not None and _is_loopback_name(name)):
             cure = "start Ray there with --node-ip-address=<address that the other nodes reach>"
-            found.append(_unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure))
+            yield _unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure)
         elif name is None:
             cure = "set GLOO_SOCKET_IFNAME there, or start Ray with an address of one of its interfaces"
-            found.append(_unreachable(f"{owner}: no network interface owns that address", cure))
-    return found
+            yield _unreachable(f"{owner}: no network interface owns that address", cure)
 
 
 def _is_loopback_name(interface: str) -> bool:
@@ -184,14 +181,13 @@ def _unreachable(what: str, cure: str) -> Finding:
     return Finding(True, "interface", f"{what}, which no other node of the group can reach: {cure}")
 
 
-def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
-    """Return findings on access to Ray itself: without a token, anyone who reaches Ray's ports can run code.
+def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> Iterator[Finding]:
+    """Yield findings on access to Ray itself: without a token, anyone who reaches Ray's ports can run code.
 
     Args:
         nodes: Facts of the nodes.
         dashboard: Address of the dashboard, from `dashboard_url`.
     """
-    found = []
     open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
     if open_nodes:
         cure = (
@@ -199,12 +195,11 @@ def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
             "RAY_AUTH_MODE=token, and restart the cluster"
         )
         where = ", ".join(dict.fromkeys(open_nodes))
-        found.append(Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}"))
+        yield Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}")
     if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
         what = f"the dashboard at {dashboard} accepts jobs from anyone who reaches it"
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
-        found.append(Finding(False, "security", f"{what}: {cure}"))
-    return found
+        yield Finding(False, "security", f"{what}: {cure}")
 
 
 def _is_loopback_host(host: str) -> bool:
@@ -315,7 +310,7 @@ class Preflight:
         return PreflightReport(tuple(self._nodes.values()), self._link, findings, self._seconds, tuple(self.ports))
 
 
-def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
+def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterator[Finding]:
     """Compare need and have: host memory by node, GPU memory by GPU.
 
     Args:
@@ -346,7 +341,7 @@ def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iter
             yield from _short(named, load, training, min(gpu_free), cure)
 
 
-def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterable[Finding]:
+def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterator[Finding]:
     if load > free:
         amounts = f"{size(load)} are needed for shards and load, {size(free)} are free"
         yield Finding(True, "memory", f"{what}: {amounts}: short by {size(load - free)}; {cure}")
