@@ -82,7 +82,6 @@ from raysharding.group.launch import (
     PreflightReport,
     RestartReport,
     RunningGroup,
-    WeightPath,
     attach,
     check_optimizer,
     launch,
@@ -128,7 +127,6 @@ class ShardedModelGroup:
         """
         self._is_attached = is_attached
         self._fits = FitLock()
-        self._paths: list[WeightPath] = []
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._told: set[str] = set()
@@ -1124,9 +1122,8 @@ class ShardedModelGroup:
         """
         if type(other) is not type(self) or other is self:
             raise ValueError(f"copy_to({type(other).__name__}): give another ShardedModelGroup, not this one")
-        groups = (self._client, self._paths), (other._client, other._paths)
-        options = other._unless_fit("copy_to")
-        return submit_copy(*groups, merge=merge, staged=staged, **options).keep_alive((self, other))
+        options = {"merge": merge, "staged": staged} | other._unless_fit("copy_to")
+        return submit_copy(self._client, other._client, **options).keep_alive((self, other))
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
@@ -1226,9 +1223,7 @@ class ShardedModelGroup:
     @property
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
-        report = self._running.loaded.load_report
-        assert report is not None, "the group is loaded"
-        return report
+        return self._running.loaded.load_report
 
     @property
     def preflight_report(self) -> PreflightReport | None:

@@ -1,4 +1,4 @@
-"""`WeightPath`, `submit_copy`: copies of weights between two running groups."""
+"""`submit_copy`: copies of weights between two running groups."""
 
 from __future__ import annotations
 
@@ -48,49 +48,46 @@ class WeightPath:
         return not self.is_closed and not any(one.state in gone for one in (self.source, self.target))
 
 
+_paths: list[WeightPath] = []
+"""Paths of this process. The ranks of a group keep the buffers of those that begin or end at it."""
+
+
 def submit_copy(
-    source: tuple[Client, list[WeightPath]],
-    target: tuple[Client, list[WeightPath]],
-    *,
-    merge: bool,
-    staged: bool,
-    refused_beside: Mapping[str, str],
+    source: Client, target: Client, *, merge: bool, staged: bool, refused_beside: Mapping[str, str]
 ) -> Call:
     """Submit a copy to both groups; see `ShardedModelGroup.copy_to`.
 
     Args:
-        source: The group that the weights come from, and the paths that begin or end at it.
-        target: The group that they go to, likewise.
+        source: The group that the weights come from.
+        target: The group that they go to.
         merge: True to merge adapters.
         staged: True to receive beside the old weights.
         refused_beside: Kind of a claim → why the target must not change beside it.
     """
-    clients = source[0], target[0]
+    clients = source, target
     for client in clients:
         client.connection.refuse_if_unusable()
-    for _, paths in (source, target):
-        paths[:] = [path for path in paths if path.is_usable()]
-    found = (one for one in source[1] if (one.source, one.target, one.merge) == (*clients, merge))
+    _paths[:] = [path for path in _paths if path.is_usable()]
+    found = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
     path = next(found, None)
     if path is None:
-        path = WeightPath(*clients, merge, _store_address(clients[0]))
-        for _, paths in (source, target):
-            paths.append(path)
+        path = WeightPath(source, target, merge, _store_address(source))
+        _paths.append(path)
     path.number += 1
     spec = partial(
         CopySpec,
         token=path.token,
         number=path.number,
         address=path.address,
-        num_sources=len(clients[0].ranks),
-        num_targets=len(clients[1].ranks),
+        num_sources=len(source.ranks),
+        num_targets=len(target.ranks),
         rendezvous_s=min(client.timeouts.rendezvous_s for client in clients),
         limit_s=_RANK_SHARE * min(client.timeouts.call_s for client in clients),
         merge=merge,
         staged=staged,
         bucket_bytes=_BUCKET_BYTES,
     )
-    kept = [tuple(path.token for path in paths) for _, paths in (source, target)]
+    kept = [tuple(path.token for path in _paths if one in (path.source, path.target)) for one in clients]
     specs = spec(is_source=True, kept=kept[0]), spec(is_source=False, kept=kept[1])
     return _Copy(path, specs, refused_beside).whole
 

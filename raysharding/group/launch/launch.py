@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from raysharding.config import Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import CheckpointError
-from raysharding.group.calls import Client, ProgressOption, UndoOnInterrupt, follow
+from raysharding.group.calls import Client, UndoOnInterrupt, follow
 from raysharding.group.cluster import (
     check_name,
     choose_num_threads,
@@ -52,13 +52,13 @@ _ATTACH_S = 30.0
 class Loaded:
     """What the making of a group has found, for this driver and those that attach later."""
 
-    load_report: LoadReport | None = None
-    """Rank 0's report of the load that made the group; `None` before the load has ended."""
-    bounds: InputBounds = field(default_factory=InputBounds)
-    """Bounds of the model's inputs; without limits before the load."""
-    facts: ModelFacts = field(default_factory=ModelFacts)
-    """Facts of the model; without values before the load."""
-    preflight_report: PreflightReport | None = None
+    load_report: LoadReport
+    """Rank 0's report of the load that made the group."""
+    bounds: InputBounds
+    """Bounds of the model's inputs."""
+    facts: ModelFacts
+    """Facts of the model."""
+    preflight_report: PreflightReport | None
     """Report of the preflight when the group was made; `None` without a preflight."""
 
 
@@ -247,8 +247,9 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
         stall_s = spec.timeouts.load_stall_s
         # The optimizer state of a base is of all its parameters: new adapters begin with none.
         restores = opened.adapters is not None or not isinstance(opened.model, Adapted)
-        options: dict[str, Any] = {"deadline_s": stall_s, "watch_progress": True}
-        made = client.submit_same("set_optimizer", spec.optimizer, {}, restores, **options)
+        made = client.submit_same(
+            "set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch_progress=True
+        )
         if (warning := made.result()) is not None:
             warn(warning)
     return Loaded(report, bounds, facts, None if preflight is None else preflight.report())
@@ -257,8 +258,7 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
 def _load(client: Client, opened: Checkpoint, path: str | None, spec: GroupSpec) -> LoadReport:
     """Stream a checkpoint into the ranks, with a progress bar, and return rank 0's report."""
     load = client.submit_same("load", path, deadline_s=spec.timeouts.load_stall_s, watch_progress=True)
-    progress: ProgressOption = spec.progress
-    follow(load, f"loading {opened.path}", opened.num_bytes, progress)
+    follow(load, f"loading {opened.path}", opened.num_bytes, spec.progress)
     return warned(load.result())
 
 

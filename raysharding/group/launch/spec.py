@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import ray
@@ -296,27 +295,23 @@ def open_spec(spec: GroupSpec, *, alone: bool = False) -> tuple[GroupSpec, Opene
     spec.check()
     spec = spec.located()
     opener: Opener = open_config if spec.random_weights else open_checkpoint
-    opened = _opened(spec, partial(open_here, opener=opener))
-    is_joined = not alone and join_announced()
-    if opened is None and is_joined:
-        start_s = spec.timeouts.start_s
-        opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
-    elif opened is None:
-        opened = _opened(spec, opener)  # a cluster of this machine alone would see no more than this process
-    assert opened is not None, "an opener raises if the path is not there"
-    return spec, opened, is_joined
 
-
-def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
-    def open_overridden(path: str) -> Checkpoint | None:
-        found = open_one(path)
-        if found is None or found.adapter is not None or spec.config_overrides is None:
+    def open_anywhere(path: str) -> Checkpoint:
+        found = open_here(path, opener)
+        if found is None and not alone and join_announced():
+            found = open_on_a_node(path, opener, spec.timeouts.start_s)
+        if found is None:
+            found = opener(path)  # it raises: a cluster of this machine alone would see no more than this process
+        if found.adapter is not None or spec.config_overrides is None:
             return found
         return override_config(found, spec.config_overrides)
 
-    given = open_overridden(spec.checkpoint)
-    if given is None:
-        return None
+    opened = _opened(spec, open_anywhere)
+    return spec, opened, not alone and join_announced()
+
+
+def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint]) -> Opened:
+    given = open_one(spec.checkpoint)
     if given.adapter is None:
         if spec.base is not None:
             raise ValueError(f"base={spec.base!r}, but {given.path} holds no LoRA adapters alone: leave base out")
@@ -326,9 +321,7 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         return Opened(model, given, None)
     adapted = Adapted.of_files(spec.model, given)
     base = adapted.base or spec.base or _named_base(given)
-    opened = open_overridden(base)
-    if opened is None:
-        return None
+    opened = open_one(base)
     if opened.adapter is not None:
         what = f"their base model, {base}, holds adapters as well: give base=, the path of a whole model"
         raise CheckpointError(what, path=given.path)
