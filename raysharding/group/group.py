@@ -130,15 +130,11 @@ class ShardedModelGroup:
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._told: set[str] = set()
-        self._take(running)
-        # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
-        weakref.finalize(self, running.client.dropped_soon).atexit = False
-
-    def _take(self, running: RunningGroup) -> None:
-        """Replace the ranks of this object with those of `running`."""
         self._parts = running
         # A call(fn), or another driver, may set an optimizer: only the ranks know.
-        self._may_have_optimizer = self._is_attached or running.spec.optimizer is not None
+        self._may_have_optimizer = is_attached or running.spec.optimizer is not None
+        # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
+        weakref.finalize(self, running.client.dropped_soon).atexit = False
 
     @classmethod
     @blocking
@@ -642,7 +638,8 @@ class ShardedModelGroup:
             warn(f"set_scheduler: {inherited}")
 
     def _require_optimizer(self, method: str) -> None:
-        if not self._may_have_optimizer and self._stored_spec().optimizer is None:
+        self._may_have_optimizer = self._may_have_optimizer or self._stored_spec().optimizer is not None
+        if not self._may_have_optimizer:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
     def _deal(
@@ -1318,13 +1315,8 @@ class ShardedModelGroup:
     ) -> RestartReport:
         # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
-            running, report = restart(
-                self._running,
-                checkpoint=None if checkpoint is None else os.fspath(checkpoint),
-                world_size=world_size,
-            )
-            self._take(running)
-        return report
+            path = None if checkpoint is None else os.fspath(checkpoint)
+            return restart(self._running, checkpoint=path, world_size=world_size)
 
     @blocking
     def stacks(self) -> dict[int, str]:

@@ -62,9 +62,9 @@ class Loaded:
     """Report of the preflight when the group was made; `None` without a preflight."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningGroup:
-    """A group, as one of its drivers sees it."""
+    """A group, as one of its drivers sees it; a restart changes spec and what the load has found."""
 
     spec: GroupSpec
     """The group's spec, with the model that the ranks build."""

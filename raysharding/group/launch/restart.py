@@ -38,21 +38,13 @@ class RestartReport:
         return html_report("restarted", html_rows((), [*rows, ("time", f"{self.seconds:.2f} s")]))
 
 
-def restart(
-    running: RunningGroup,
-    *,
-    checkpoint: str | None,
-    world_size: int | None,
-) -> tuple[RunningGroup, RestartReport]:
+def restart(running: RunningGroup, *, checkpoint: str | None, world_size: int | None) -> RestartReport:
     """Restart a group; see `ShardedModelGroup.restart`.
 
     Args:
-        running: The group.
+        running: The group, whose spec and facts become those of the new ranks.
         checkpoint: The user's argument.
         world_size: The user's argument.
-
-    Returns:
-        The group as it runs now, and the report of the restart.
     """
     begun = time.monotonic()
     client = running.client
@@ -93,9 +85,10 @@ def restart(
             )
             client.connection.refresh()
             raise
+    running.spec, running.loaded = fresh.spec, fresh.loaded
     if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == loaded:
         why += f"; the adapters are new ones: {loaded} holds none"
-    return fresh, RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
+    return RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
 
 
 def _settle(client: Client, record: FilesRecord) -> FilesRecord:
