@@ -1265,13 +1265,8 @@ class ShardedModelGroup:
         """
         if self._view is not None:
             self._view.stop()
-        group = weakref.ref(self)
-
-        def look() -> tuple[Client, str] | None:
-            owner = group()
-            return None if owner is None else (owner._client, owner._fits.last_step)
-
-        self._view = LiveView(self.name, look, refresh_s)
+        fits = self._fits  # not the group, which the view must not keep alive
+        self._view = LiveView(self._client, lambda: fits.last_step, refresh_s)
         return self._view
 
     @blocking

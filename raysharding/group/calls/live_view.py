@@ -26,13 +26,12 @@ class LiveView:
     or dropped, and at the exit of the program.
     """
 
-    def __init__(self, name: str, look: Callable[[], tuple[Client, str] | None], refresh_s: float) -> None:
+    def __init__(self, client: Client, last_step: Callable[[], str], refresh_s: float) -> None:
         """Draw the first picture, and start the thread that draws the others.
 
         Args:
-            name: The group's name.
-            look: Returns the group's client, and the last step of `fit` for people; `None` if the group is gone. A
-                client holds no reference to its group.
+            client: The group's client, which is closed when the group is dropped.
+            last_step: Returns the last step of `fit`, for people.
             refresh_s: Seconds between two probes of the ranks.
 
         Raises:
@@ -42,14 +41,14 @@ class LiveView:
             raise ValueError(f"refresh_s={refresh_s!r}: give a number of seconds above 0")
         self.num_refreshes = 0
         """Number of times that the group was looked at."""
-        self._name = name
-        self._look = look
+        self._client = client
+        self._last_step = last_step
         self._refresh_s = refresh_s
         self._end = ""
         self._stopping = threading.Event()
-        self._picture = Picture(f"{name}: watched every {refresh_s:g} s", _now())
+        self._picture = Picture(f"{client.name}: watched every {refresh_s:g} s", _now())
         self._screen = open_screen(self._picture)
-        self._thread = threading.Thread(target=self._run, name=f"watch {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"watch {client.name}", daemon=True)
         # The thread must not write to stderr while Python ends.
         atexit.register(self.stop)
         self._thread.start()
@@ -68,7 +67,7 @@ class LiveView:
 
     def __repr__(self) -> str:
         how = f"ended: {self._end}" if self._end else f"every {self._refresh_s:g} s until stop()"
-        return f"<LiveView of {self._name}, {how}, refreshed {self.num_refreshes} times>"
+        return f"<LiveView of {self._client.name}, {how}, refreshed {self.num_refreshes} times>"
 
     def _run(self) -> None:
         try:
@@ -76,7 +75,7 @@ class LiveView:
             while not end:
                 end = "stopped" if self._stopping.wait(self._refresh_s) else self._refresh()
             self._end = end
-            self._screen.close(replace(self._picture, title=f"{self._name}: the view has ended: {self._end}"))
+            self._screen.close(replace(self._picture, title=f"{self._client.name}: the view has ended: {self._end}"))
         except Exception as error:  # noqa: BLE001 - nobody to raise to; `repr` tells that, say, stderr is closed
             self._end = f"cannot draw: {type(error).__name__}: {error}"
         finally:
@@ -85,13 +84,12 @@ class LiveView:
     def _refresh(self) -> str:
         """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
         try:
-            seen = self._look()
-            if seen is None or seen[0].state is GroupState.CLOSED:
-                self._picture = Picture(self._name, _now())
-                return "the group was dropped" if seen is None else "the group was shut down"
-            self._picture = _picture_of(*seen)
+            if self._client.state is GroupState.CLOSED:
+                self._picture = Picture(self._client.name, _now())
+                return "the group was shut down"
+            self._picture = _picture_of(self._client, self._last_step())
         except Exception as error:  # noqa: BLE001 - shown; the next look may succeed
-            self._picture = Picture(self._name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
+            self._picture = Picture(self._client.name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
         self.num_refreshes += 1
         self._screen.draw(self._picture)
         return ""
