@@ -638,7 +638,7 @@ class ShardedModelGroup:
             warn(f"set_scheduler: {inherited}")
 
     def _require_optimizer(self, method: str) -> None:
-        self._may_have_optimizer = self._may_have_optimizer or self._stored_spec().optimizer is not None
+        self._may_have_optimizer = self._may_have_optimizer or self._running.stored_spec().optimizer is not None
         if not self._may_have_optimizer:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
@@ -1417,12 +1417,7 @@ class ShardedModelGroup:
         """Options of a call with which an open accumulation of this driver ends."""
         return {"ends_claim": self._client.connection.key}
 
-    def _stored_spec(self) -> GroupSpec:
-        """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
-        spec: GroupSpec = self._client.connection.ask("spec").unpack()
-        return spec
-
     def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
         """Change the optimizer's factory of the spec that a restart uses."""
-        spec = self._stored_spec()
+        spec = self._running.stored_spec()
         self._client.connection.ask("update", packed_spec(replace(spec, optimizer=change(spec.optimizer))))

@@ -73,6 +73,11 @@ class RunningGroup:
     loaded: Loaded
     """What the load has found."""
 
+    def stored_spec(self) -> GroupSpec:
+        """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
+        spec: GroupSpec = self.client.connection.ask("spec").unpack()
+        return spec
+
 
 def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
     """Make a group; see `ShardedModelGroup.from_checkpoint`.

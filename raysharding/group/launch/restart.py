@@ -12,7 +12,7 @@ from raysharding.checkpoint.writing import newest_after, remove_unfinished
 from raysharding.errors import GroupError
 from raysharding.group.calls import Client, UndoOnInterrupt, is_committed
 from raysharding.group.launch.launch import RunningGroup, make
-from raysharding.group.launch.spec import GroupSpec, open_spec
+from raysharding.group.launch.spec import open_spec
 from raysharding.group.messages import FilesRecord, GroupState
 from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
@@ -57,8 +57,7 @@ def restart(running: RunningGroup, *, checkpoint: str | None, world_size: int | 
         )
     Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": client.name})
     why = _why(running, checkpoint, world_size)
-    spec: GroupSpec = client.connection.ask("spec").unpack()
-    spec = replace(spec, timeouts=running.spec.timeouts, progress=running.spec.progress)
+    spec = replace(running.stored_spec(), timeouts=running.spec.timeouts, progress=running.spec.progress)
     spec = spec if world_size is None else replace(spec, world_size=world_size)
     spec.check()
     with UndoOnInterrupt():
