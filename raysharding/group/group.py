@@ -36,16 +36,12 @@ from raysharding.group.calls import (
     Call,
     Client,
     Collect,
-    FullStateDict,
     LiveView,
     ProgressOption,
-    Seen,
-    UndoOnInterrupt,
     blocking,
     check_no_examples,
     collect_generated,
     collect_outputs,
-    collect_rank0,
     collect_returns,
     driver_handle,
     handle,
@@ -85,7 +81,6 @@ from raysharding.group.launch import (
     PreflightReport,
     RestartReport,
     RunningGroup,
-    WeightPaths,
     attach,
     check_optimizer,
     launch,
@@ -131,19 +126,14 @@ class ShardedModelGroup:
         """
         self._is_attached = is_attached
         self._fits = FitLock()
-        self._paths = WeightPaths()
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._told: set[str] = set()
-        self._take(running)
+        self._parts = running
+        # A call(fn), or another driver, may set an optimizer: only the ranks know.
+        self._may_have_optimizer = is_attached or running.spec.optimizer is not None
         # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
         weakref.finalize(self, running.client.dropped_soon).atexit = False
-
-    def _take(self, running: RunningGroup) -> None:
-        """Replace the ranks of this object with those of `running`."""
-        self._parts = running
-        # A call(fn) may set an optimizer: after it, only the ranks know.
-        self._may_have_optimizer = running.may_have_optimizer
 
     @classmethod
     @blocking
@@ -258,9 +248,7 @@ class ShardedModelGroup:
             config_overrides=config_overrides,
             base=None if base is None else os.fspath(base),
         )
-        # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
-        with UndoOnInterrupt():
-            return cls(launch(spec, replaces=replace))
+        return cls(launch(spec, replaces=replace))
 
     @classmethod
     @blocking
@@ -385,9 +373,8 @@ class ShardedModelGroup:
         check_mode(mode, default="eval")
         check_out(out)
         batches = self._deal("forward", args, kwargs)
-        collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
-        call = self._client.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
-        return call.keep_alive(self)
+        collect = collect_outputs(out, batches[0].rows, batches[0].dim)
+        return self._client.submit_batches("forward", batches, mode, out, collect=collect).keep_alive(self)
 
     @handle
     def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -418,9 +405,8 @@ class ShardedModelGroup:
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
-        collect, as_refs = collect_generated(out, batches[0].rows), out == Out.refs()
-        call = self._client.submit_batches("generate", batches, mode, out, collect=collect, as_refs=as_refs)
-        return call.keep_alive(self)
+        collect = collect_generated(out, batches[0].rows)
+        return self._client.submit_batches("generate", batches, mode, out, collect=collect).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -454,8 +440,8 @@ class ShardedModelGroup:
         check_out(out)
         batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
         check_no_examples("call", batches[0], "call it in the function")
-        collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
-        call = self._client.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
+        collect = collect_returns(out, batches[0].rows)
+        call = self._client.submit_batches("call", batches, fn, out, collect=collect)
         self._may_have_optimizer = True
         return call.keep_alive(self)
 
@@ -507,7 +493,7 @@ class ShardedModelGroup:
         batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
-        options: dict[str, Any] = {"collect": collect_rank0, **self._unless_fit("train_step"), **self._ends}
+        options = self._unless_fit("train_step") | self._ends
         return self._client.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -544,9 +530,8 @@ class ShardedModelGroup:
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
-        claim = "forward_backward", self._client.connection.key
-        options: dict[str, Any] = {"collect": collect_rank0, "opens_claim": claim}
-        options |= self._unless_fit("forward_backward")
+        options = self._unless_fit("forward_backward")
+        options |= {"opens_claim": ("forward_backward", self._client.connection.key)}
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -652,7 +637,8 @@ class ShardedModelGroup:
             warn(f"set_scheduler: {inherited}")
 
     def _require_optimizer(self, method: str) -> None:
-        if not self._may_have_optimizer and self._stored_spec().optimizer is None:
+        self._may_have_optimizer = self._may_have_optimizer or self._running.stored_spec().optimizer is not None
+        if not self._may_have_optimizer:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
     def _deal(
@@ -1134,9 +1120,8 @@ class ShardedModelGroup:
         """
         if type(other) is not type(self) or other is self:
             raise ValueError(f"copy_to({type(other).__name__}): give another ShardedModelGroup, not this one")
-        groups = (self._client, self._paths), (other._client, other._paths)
-        options = other._unless_fit("copy_to")
-        return submit_copy(*groups, merge=merge, staged=staged, **options).keep_alive((self, other))
+        options = {"merge": merge, "staged": staged} | other._unless_fit("copy_to")
+        return submit_copy(self._client, other._client, **options).keep_alive((self, other))
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
@@ -1151,10 +1136,17 @@ class ShardedModelGroup:
         Raises:
             GroupError: The model has no tensor of that name; the group stays READY.
         """
-        kept = FullStateDict(self._client.timeouts.call_s)
         wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        collect = Collect(kept.collect)
-        return self._client.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def keep(bucket: dict[str, torch.Tensor] | None) -> None:
+            tensors.update(bucket or {})
+
+        def join(call: Call) -> dict[str, torch.Tensor]:
+            call.wait_taken()
+            return tensors
+
+        return self._client.submit_same("state_dict", wanted, keep_step=keep, collect=Collect(join)).keep_alive(self)
 
     @driver_handle
     @blocking
@@ -1229,9 +1221,7 @@ class ShardedModelGroup:
     @property
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
-        report = self._running.loaded.load_report
-        assert report is not None, "the group is loaded"
-        return report
+        return self._running.loaded.load_report
 
     @property
     def preflight_report(self) -> PreflightReport | None:
@@ -1276,13 +1266,8 @@ class ShardedModelGroup:
         """
         if self._view is not None:
             self._view.stop()
-        group = weakref.ref(self)
-
-        def look() -> Seen | None:
-            owner = group()
-            return None if owner is None else Seen(owner._client, owner._fits.last_step)
-
-        self._view = LiveView(self.name, look, refresh_s)
+        fits = self._fits  # not the group, which the view must not keep alive
+        self._view = LiveView(self._client, lambda: fits.last_step, refresh_s)
         return self._view
 
     @blocking
@@ -1326,13 +1311,8 @@ class ShardedModelGroup:
     ) -> RestartReport:
         # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
-            running, report = restart(
-                self._running,
-                checkpoint=None if checkpoint is None else os.fspath(checkpoint),
-                world_size=world_size,
-            )
-            self._take(running)
-        return report
+            path = None if checkpoint is None else os.fspath(checkpoint)
+            return restart(self._running, checkpoint=path, world_size=world_size)
 
     @blocking
     def stacks(self) -> dict[int, str]:
@@ -1388,9 +1368,7 @@ class ShardedModelGroup:
         """
         self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
         self._client.connection.refuse_if_unusable()
-        stopping = self._client.interrupt_soon("")
-        self._client.wait_stopped(stopping, timeout_s)
-        return stopping.result(0) if stopping.done() else 0
+        return self._client.interrupt(timeout_s)
 
     @driver_handle
     def shutdown(self) -> None:
@@ -1407,11 +1385,7 @@ class ShardedModelGroup:
         if is_callback_thread():
             self.shutdown.remote()
             return
-        try:
-            if self.state in (GroupState.READY, GroupState.BUSY):
-                self._client.pending.wait(self._client.timeouts.load_stall_s)
-        finally:
-            self._client.shutdown()
+        self._client.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -1444,12 +1418,7 @@ class ShardedModelGroup:
         """Options of a call with which an open accumulation of this driver ends."""
         return {"ends_claim": self._client.connection.key}
 
-    def _stored_spec(self) -> GroupSpec:
-        """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
-        spec: GroupSpec = self._client.connection.ask("spec").unpack()
-        return spec
-
     def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
         """Change the optimizer's factory of the spec that a restart uses."""
-        spec = self._stored_spec()
+        spec = self._running.stored_spec()
         self._client.connection.ask("update", packed_spec(replace(spec, optimizer=change(spec.optimizer))))

@@ -95,7 +95,7 @@ def controllers(number: int) -> list[str]:
     """Where so many controllers run, one after the other."""
     found = []
     for _ in range(number):
-        client = Client(start_controller(GroupSpec("none")), "group", Timeouts(), 0, is_named=False)
+        client = Client(start_controller(GroupSpec("none")), "group", Timeouts(), 0)
         found.append(client.connection.attach().where)
         client.shutdown()
     return found

@@ -3,7 +3,6 @@
 from raysharding.group.calls.call import (
     Call,
     Collect,
-    FullStateDict,
     collect_all,
     collect_generated,
     collect_outputs,
@@ -16,6 +15,6 @@ from raysharding.group.calls.handle import Handle, blocking, driver_handle, hand
 from raysharding.group.calls.input_checks import check_no_examples, model_batches, output_path
 from raysharding.group.calls.inspection import rank_statuses, read_log
 from raysharding.group.calls.interrupts import MaskedInterrupts, UndoOnInterrupt
-from raysharding.group.calls.live_view import LiveView, Seen
+from raysharding.group.calls.live_view import LiveView
 from raysharding.group.calls.pending_saves import is_committed
 from raysharding.group.calls.progress import ProgressBar, ProgressOption, follow, progress_bar

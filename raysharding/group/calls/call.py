@@ -10,7 +10,8 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
@@ -24,7 +25,7 @@ from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.messages import Item, Packed, Sent
-from raysharding.outputs import RankOutput, select_output
+from raysharding.outputs import select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
@@ -39,27 +40,16 @@ class CallGroup(Interruptible, Protocol):
         """Return the bytes that this driver's call with a number has done, and its total."""
 
 
-def fetched(sent: Sent, timeout_s: float) -> Any:
-    """Fetch a rank's result into this process, unless it is already here.
-
-    Raises:
-        ray.exceptions.RayError: The result is lost, or did not arrive within `timeout_s`.
-    """
-    if not isinstance(sent, ray.ObjectRef):
-        return sent
-    if not ray.is_initialized():
-        raise ray.exceptions.RaySystemError("Ray was shut down")  # `ray.get` would start another Ray
-    return ray.get(sent, timeout=timeout_s)
-
-
 @dataclass(frozen=True)
 class Collect:
     """Functions that turn the ranks' values into the caller's result, on the thread that requests the result."""
 
     join: Callable[[Call], Any]
     """Returns the result of the whole call."""
-    own: Callable[[int, Any], Any] = lambda _, value: value
-    """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
+    own: Callable[[Any], Any] = lambda value: value
+    """Returns one rank's part, given the value it sent; for `per_rank()` and `stream()`."""
+    as_refs: bool = False
+    """True if the ranks' values are left in the object store as plain objects."""
 
 
 class Call(Generic[T]):
@@ -88,7 +78,8 @@ class Call(Generic[T]):
         self._fetch_s = fetch_s
         self._changed = threading.Lock()
         self._taken = threading.Event()
-        self._sent: dict[int, Sent] = {}
+        self._lost: GroupError | None = None
+        self._sent: Sequence[Sent] = ()
         self.number = -1
         """Number of the call among those of this driver, once it is submitted."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -154,7 +145,7 @@ class Call(Generic[T]):
             GroupError: As for `result`.
         """
         self._wait(timeout_s)
-        return [self._collect.own(rank, value) for rank, value in enumerate(self.values())]
+        return [self._collect.own(value) for value in self.values()]
 
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
         """Yield `(rank, value)` as the ranks finish, with the values of `per_rank`.
@@ -168,50 +159,52 @@ class Call(Generic[T]):
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         told: set[int] = set()
-        while not self._end_here().done() and (item := self._item(len(told), until, timeout_s)) is not None:
+        for item in self._items(until, timeout_s):
             told.add(item.rank)
-            yield item.rank, self._collect.own(item.rank, self._unpacked(item.rank, item.sent))
+            yield item.rank, self._collect.own(self._unpacked(item.rank, item.sent))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
         for rank in range(self._world_size):
             if rank not in told:
-                yield rank, self._collect.own(rank, self.value(rank))
+                yield rank, self._collect.own(self.value(rank))
 
-    def _item(self, index: int, until: float | None, timeout_s: float | None) -> Item | None:
-        """Wait for the next part of the result; `None` if the call has ended."""
-        self._refuse_to_wait()
-        if self._group is None:
-            return None
-        # Not around a yield, where the caller's code runs.
-        with DeferredInterrupts(self._group):
-            future = self._group.item(self.number, index)
-            left = None if until is None else max(0.0, until - time.monotonic())
-            concurrent.futures.wait(self._or_end(future), left, concurrent.futures.FIRST_COMPLETED)
-            if not (future.done() or self._ended.done()):
-                raise self._too_slow(timeout_s)
-        has_item = future.done() and future.exception() is None and not future.result().is_last
-        return future.result() if has_item else None
-
-    def _or_end(self, future: concurrent.futures.Future[Item]) -> list[concurrent.futures.Future[Any]]:
-        return [future, self._ended]
-
-    def take_items(self, keep: Callable[[Sent], None]) -> None:
-        """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
-        assert self._group is not None, "a call of ranks"
+    def _items(self, until: float | None, timeout_s: float | None) -> Iterator[Item]:
+        """Yield the parts of the result as they come, until the call has ended."""
         index = 0
-        try:
-            while not self._ended.done():
+        while self._group is not None and not self._end_here().done():
+            self._refuse_to_wait()
+            # Not around a yield, where the caller's code runs.
+            with DeferredInterrupts(self._group):
                 future = self._group.item(self.number, index)
-                concurrent.futures.wait(self._or_end(future), return_when=concurrent.futures.FIRST_COMPLETED)
-                if not future.done() or future.exception() is not None or future.result().is_last:
-                    break
-                keep(future.result().sent)
-                index += 1
+                left = None if until is None else max(0.0, until - time.monotonic())
+                either: list[concurrent.futures.Future[Any]] = [future, self._ended]
+                concurrent.futures.wait(either, left, concurrent.futures.FIRST_COMPLETED)
+                if not (future.done() or self._ended.done()):
+                    raise self._too_slow(timeout_s)
+            if not future.done() or future.exception() is not None or future.result().is_last:
+                return
+            yield future.result()
+            index += 1
+
+    def take_items(self, keep: Callable[[Any], object]) -> None:
+        """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
+        try:
+            for item in self._items(None, None):
+                try:
+                    keep(self._unpacked(0, item.sent))
+                except GroupError as error:
+                    self._lost = error  # and the other items are taken nevertheless: the ranks wait for that
         finally:
             self._taken.set()
 
     def wait_taken(self) -> None:
-        """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines."""
+        """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines.
+
+        Raises:
+            GroupError: A value did not arrive.
+        """
         self._taken.wait()
+        if self._lost is not None:
+            raise self._lost
 
     def ref(self) -> ray.ObjectRef:
         """Return a reference to the result, for `ray.get`, `ray.wait` and the arguments of tasks.
@@ -231,10 +224,6 @@ class Call(Generic[T]):
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""
         return self._end_here().done()
-
-    def succeeded(self) -> bool:
-        """Return True if the call has ended without an error."""
-        return self.done() and self._ended.exception() is None
 
     def error(self) -> BaseException | None:
         """Return the error of a call that has ended; `None` if it succeeded."""
@@ -272,8 +261,12 @@ class Call(Generic[T]):
         return self._unpacked(rank, self._sent[rank])
 
     def _unpacked(self, rank: int, sent: Sent) -> Any:
+        packed: Any = sent
         try:
-            packed = fetched(sent, self._fetch_s)
+            if isinstance(sent, ray.ObjectRef):
+                if not ray.is_initialized():  # `ray.get` would start another Ray
+                    raise ray.exceptions.RaySystemError("Ray was shut down")
+                packed = ray.get(sent, timeout=self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
@@ -294,7 +287,7 @@ class Call(Generic[T]):
 
     def sent(self) -> Sequence[Sent]:
         """Return what the ranks sent, by rank, once the call has ended; fetch nothing."""
-        return [self._sent[rank] for rank in range(self._world_size)]
+        return self._sent
 
     def keep_alive(self, owner: object) -> Self:
         """Keep a reference to the group until the call ends: a group without references is shut down with its calls."""
@@ -318,12 +311,9 @@ class Call(Generic[T]):
         """Bytes that a running load or save has done, and its total; 0 before it runs and after its end."""
         return (0, 0) if self._group is None or self._ended.done() else self._group.progress(self.number)
 
-    def rank_finished(self, rank: int, sent: Sent) -> None:
-        """Record a rank's result; called by the client, before `end`."""
-        self._sent[rank] = sent
-
-    def end(self, error: BaseException | None) -> None:
-        """Record that the whole call has ended; called by the client."""
+    def end(self, error: BaseException | None, sent: Sequence[Sent] = ()) -> None:
+        """Record that the whole call has ended, and what its ranks sent; called by the client."""
+        self._sent = sent
         with self._changed:
             if error is None:
                 self._ended.set_result(None)
@@ -342,7 +332,7 @@ class Call(Generic[T]):
 
     def _wait(self, timeout_s: float | None) -> None:
         self._refuse_to_wait()
-        with DeferredInterrupts(self._group):
+        with nullcontext() if self._group is None else DeferredInterrupts(self._group):
             try:
                 error = self._end_here().exception(timeout_s)
             except concurrent.futures.TimeoutError:
@@ -370,22 +360,20 @@ def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
     """Join the ranks' outputs of a forward; `rows` and `dim` are those of `RankBatch`."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
-    return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
+    return Collect(lambda call: select_output(out, call.values(), rows, dim), lambda sent: sent.value)
 
 
 def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
     """Join the ranks' token ids; several sequences of one row are adjacent, as in one process."""
-    if out is not None and out.kind == "refs":
-        return _collect_refs(rows)
-
-    def join(call: Call) -> Any:
-        ids = select_output(out, call.values(), rows, 0)
-        return PerRank([_flat(own) for own in ids]) if isinstance(ids, PerRank) else _flat(ids)
-
-    return Collect(join, lambda rank, sent: _flat(_own_output(rank, sent)))
+    ids = collect_outputs(out, rows, 0)
+    if ids.as_refs:
+        return ids
+    return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
 
 
 def _flat(ids: Any) -> Any:
+    if isinstance(ids, PerRank):
+        return PerRank([_flat(own) for own in ids])
     return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
 
 
@@ -415,43 +403,4 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
     def join(call: Call) -> PerRank:
         return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
 
-    return Collect(join)
-
-
-def _own_output(_: int, sent: RankOutput) -> Any:
-    return sent.value
-
-
-class FullStateDict:
-    """Full tensors, collected on the driver bucket by bucket as rank 0 sends them."""
-
-    def __init__(self, fetch_s: float) -> None:
-        """Begin without tensors.
-
-        Args:
-            fetch_s: Longest wait for one bucket to arrive from the object store.
-        """
-        self._fetch_s = fetch_s
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._lost: GroupError | None = None
-
-    def keep(self, sent: Sent) -> None:
-        """Add the next bucket."""
-        try:
-            packed = fetched(sent, self._fetch_s)
-        except ray.exceptions.RayError as error:
-            self._lost = GroupError(f"a bucket of the state dict did not reach the driver: {error}")
-            return
-        if packed is not None:
-            self._tensors.update(packed.unpack())
-
-    def collect(self, call: Call) -> dict[str, torch.Tensor]:
-        """Return all tensors.
-
-        Raises:
-            GroupError: A bucket did not reach the driver.
-        """
-        call.wait_taken()
-        if self._lost is not None:
-            raise self._lost
-        return self._tensors
+    return Collect(join, as_refs=True)

@@ -6,19 +6,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from raysharding.errors import GroupError
 
 _TICK_S = 1.0
 
 
-class _Thread(threading.Thread):
-    """The thread of some group."""
-
-
 def is_callback_thread() -> bool:
     """Return True on the thread of any group on which callbacks of calls run."""
-    return isinstance(threading.current_thread(), _Thread)
+    return isinstance(threading.current_thread(), CallbackThread)
 
 
 def refuse_to_wait(what: str) -> None:
@@ -40,7 +37,7 @@ def refuse_to_wait(what: str) -> None:
         )
 
 
-class CallbackThread:
+class CallbackThread(threading.Thread):
     """Runs callbacks one after the other, and a check each second.
 
     Ray completes futures on a thread of its own, which must not wait for Ray; so its callbacks only queue others here.
@@ -53,10 +50,10 @@ class CallbackThread:
             name: The thread's.
             check: Called each second.
         """
+        super().__init__(name=name, daemon=True)
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._check = check
-        self._thread = _Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.start()
 
     def call(self, callback: Callable[[], object]) -> None:
         """Run a callback on the thread, after those queued before it. Also in a signal handler."""
@@ -66,25 +63,17 @@ class CallbackThread:
         """End the thread after the callbacks that are queued."""
         self._queue.put(None)
 
-    def _run(self) -> None:
-        checked = time.monotonic()
+    def run(self) -> None:
+        """Run what is queued until `stop`."""
+        due = time.monotonic() + _TICK_S
         while True:
-            callback = self._next(checked + _TICK_S - time.monotonic())
-            if callback is None:
-                return
-            callback()
-            # No reference is kept while the thread waits: Ray's objects in it would be freed only at the next one.
-            del callback
-            if time.monotonic() - checked >= _TICK_S:
+            with suppress(queue.Empty):
+                callback = self._queue.get(timeout=max(0.0, due - time.monotonic()))
+                if callback is None:
+                    return
+                callback()
+                # No reference is kept while the thread waits: Ray's objects in it would be freed only at the next one.
+                del callback
+            if time.monotonic() >= due:
                 self._check()
-                checked = time.monotonic()
-
-    def _next(self, timeout_s: float) -> Callable[[], object] | None:
-        try:
-            return self._queue.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            return _nothing
-
-
-def _nothing() -> None:
-    """Do nothing."""
+                due = time.monotonic() + _TICK_S

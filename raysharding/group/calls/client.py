@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,8 +20,6 @@ from raysharding.group.calls.call import Call, Collect, collect_all, collect_ran
 from raysharding.group.calls.callback_thread import refuse_to_wait
 from raysharding.group.calls.connection import Connection
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
-from raysharding.group.calls.outcomes import raised_by
-from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
@@ -30,14 +27,9 @@ from raysharding.group.messages import (
     Interrupted,
     Item,
     Joint,
-    Outcome,
     Packed,
     Part,
-    Sent,
-    Snapshot,
     Submission,
-    closed,
-    decoded,
     encoded,
     pack_batches,
     pack_same,
@@ -51,9 +43,7 @@ _MAX_BYTES = 256 << 20
 class Client:
     """A driver's end of a group. Thread-safe."""
 
-    def __init__(
-        self, controller: Any, name: str, timeouts: Timeouts, max_output_bytes: int, *, is_named: bool
-    ) -> None:
+    def __init__(self, controller: Any, name: str, timeouts: Timeouts, max_output_bytes: int) -> None:
         """Begin without a connection; `attach` connects.
 
         Args:
@@ -61,23 +51,15 @@ class Client:
             name: Name of the group in errors.
             timeouts: Deadlines.
             max_output_bytes: Largest result of one rank, in bytes.
-            is_named: True if the group outlives this driver.
         """
-        self.connection = Connection(controller, name, self._on_snapshot, self._on_lost, self._shortest_deadline)
+        self.connection = Connection(controller, name)
         """Connection to the controller."""
         self.name = name
         self.timeouts = timeouts
         self.max_output_bytes = max_output_bytes
-        self.is_named = is_named
-        self.pending = PendingSaves(self.saved_bytes)
+        self.pending = self.connection.pending
         """Saves in the background."""
-        self._next_number = 0
-        self._calls: dict[Call, tuple[int, float]] = {}
-        """Call → bytes of its arguments, and its deadline in seconds."""
-        self._num_bytes = 0
         self._is_closed = False
-        self._changed = threading.Condition()
-        self._submitting = threading.Lock()
         atexit.register(self.connection.thread.stop)
 
     @property
@@ -88,8 +70,7 @@ class Client:
     @property
     def state(self) -> GroupState:
         """State of the group: BUSY while a call of this driver runs or is queued."""
-        state = self.connection.state
-        return GroupState.BUSY if state is GroupState.READY and self._calls else state
+        return self.connection.state
 
     @property
     def cause(self) -> GroupError | None:
@@ -101,8 +82,7 @@ class Client:
         method: str,
         batches: Sequence[RankBatch],
         *extra: Any,
-        collect: Collect,
-        as_refs: bool = False,
+        collect: Collect = collect_rank0,
         **options: Any,
     ) -> Call:
         """Submit a command with a batch per rank, under `Timeouts.call_s`.
@@ -111,8 +91,7 @@ class Client:
             method: Name of the command, whose first argument is the batch.
             batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
-            collect: Makes the result.
-            as_refs: True to leave the results in the object store as plain objects.
+            collect: Makes the result. Default: the value of rank 0.
             options: Other fields of `Submission`.
         """
         self._refuse()
@@ -123,7 +102,7 @@ class Client:
             # Shorter than the call's deadline, after which ranks that still wait would count as hung.
             batches = [replace(batch, fetch_s=self.timeouts.call_s / 2) for batch in batches]
         args, shared = pack_batches(method, batches, *extra)
-        options |= {"output": "ref" if as_refs else "value", "max_output_bytes": self.max_output_bytes}
+        options |= {"output": "ref" if collect.as_refs else "value", "max_output_bytes": self.max_output_bytes}
         parts = (args,) if isinstance(args, Packed) else tuple(args)
         return self._submit(method, parts, shared, self.timeouts.call_s, collect, options)
 
@@ -134,7 +113,7 @@ class Client:
         deadline_s: float | None = None,
         collect: Collect = collect_rank0,
         is_last: bool = False,
-        keep_step: Callable[[Sent], None] | None = None,
+        keep_step: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
@@ -177,13 +156,6 @@ class Client:
             with suppress(GroupError):  # a controller that is gone holds no claim
                 self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
 
-    def saved_bytes(self) -> dict[str, int]:
-        """Return the bytes written so far of each save in the background that has not ended, by token."""
-        if self.cause is not None or self.connection.snapshot.state is GroupState.CLOSED:
-            return {}
-        written: dict[str, int] = self.connection.ask("saved_bytes")
-        return written
-
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
 
@@ -195,66 +167,65 @@ class Client:
         threading.Thread(target=self._interrupt, args=(source, stopping), name="interrupt", daemon=True).start()
         return stopping
 
-    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
-        """Wait for the end of the call that ran at an interrupt; the deadline of the call bounds the wait.
+    def interrupt(self, timeout_s: float | None) -> int:
+        """Cancel this driver's calls in the queue, wait for its running one, and return the number of cancelled calls.
 
         Raises:
             TimeoutError: `timeout_s` passed, and the call still runs.
         """
-        if not concurrent.futures.wait([stopping], timeout_s).done:
-            raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
+        try:
+            return self.interrupt_soon("").result(timeout_s)
+        except TimeoutError:
+            what = f"the running call has not ended after {timeout_s:g} s; it still runs"
+            raise TimeoutError(f"{self.name}: {what}") from None
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
-        self.connection.thread.call(partial(self._abandon, reason))
-
-    def _abandon(self, reason: str) -> None:
-        if self.connection.has_ray():
-            self.connection.controller.stop.remote(self.connection.key, reason)
+        self.connection.thread.call(partial(self.connection.tell, "stop", self.connection.key, reason))
 
     def tell_soon(self, line: str) -> None:
         """Write a line to stderr on another thread, for a signal handler, which must not."""
         self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
-        """End the group for all drivers; returns when its resources are free, or after 40 s. Idempotent.
+        """Wait for the saves in progress, and end the group for all drivers. Idempotent.
 
-        After `detach` nothing happens: the group is that of others.
+        Returns when the group's resources are free, or 40 s after the last save. After `detach` nothing happens: the
+        group is that of others.
+
+        Raises:
+            Exception: The failure of a background save. The group is shut down nevertheless.
         """
         if self._is_closed:
             return
         try:
-            if self.connection.has_ray():
-                self.connection.ask(
-                    "shutdown", f"{self.name} was shut down before this call ended", within_s=_RELEASE_S
-                )
-        except GroupError:
-            pass  # it is gone, or is ended below
+            if self.state in (GroupState.READY, GroupState.BUSY):
+                self.pending.wait(self.timeouts.load_stall_s)
         finally:
-            self.connection.end_controller(for_good=True)
-            self._close()
+            try:
+                self._end_group()
+            finally:
+                self.connection.end_controller(for_good=True)
+                self._close()
+
+    def _end_group(self) -> None:
+        if self.connection.has_ray():
+            why = f"{self.name} was shut down before this call ended"
+            with suppress(GroupError):  # it is gone, or does not answer: the controller is killed
+                self.connection.ask("shutdown", why, within_s=_RELEASE_S)
 
     def detach(self) -> None:
-        """Leave the group to its other drivers."""
-        if self.connection.has_ray():
-            self.connection.controller.detach.remote(self.connection.key)
+        """Leave the group to its other drivers; one without a name ends."""
+        self.connection.tell("detach", self.connection.key)
         self._close()
 
     def dropped_soon(self) -> None:
-        """Handle the loss of the last reference to the group: shut it down, unless it has a name."""
-        self.connection.thread.call(self._drop)
-
-    def _drop(self) -> None:
-        if self.is_named:
-            self.detach()
-        elif self.connection.has_ray():
-            self.connection.controller.shutdown.remote(f"{self.name} was dropped")
-            self._close()
+        """Handle the loss of the last reference to the group."""
+        self.connection.thread.call(self.detach)
 
     def _close(self) -> None:
         self._is_closed = True
         self.connection.close()
-        self._fail_calls(closed(self.name))
         atexit.unregister(self.connection.thread.stop)
 
     def _refuse(self) -> None:
@@ -273,7 +244,7 @@ class Client:
     ) -> Call:
         """Put large arguments into the object store, and send the call to the controller."""
         num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
-        self._wait_for_room(method, num_bytes)
+        self._wait_for_room(method)
         self.connection.require_ray()
         try:
             whole = None if shared is None else _stored(shared)
@@ -283,9 +254,9 @@ class Client:
         stored = (*submission.parts, submission.shared)
         sent = encoded(submission, has_refs=any(isinstance(part, ray.ObjectRef) for part in stored))
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
-        with MaskedInterrupts(), self._submitting:
+        with MaskedInterrupts(), self.connection.submitting:
             self.connection.refuse_if_unusable()
-            self._send(call, sent, num_bytes, deadline_s)
+            self.connection.send(call, sent, num_bytes, deadline_s)
         return call
 
     def submit_pair(
@@ -302,54 +273,29 @@ class Client:
             key: Identifies the pair.
             refused_beside: See `Submission`; of the other group's part.
         """
-        clients = self, other
-        calls = [Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in clients]
-        parts = [(pack_same(method, arg),) for arg in args]
-        leads = actor_id(self.connection.controller) < actor_id(other.connection.controller)
-        leader, follower = (0, 1) if leads else (1, 0)
-        first, second = clients[leader], clients[follower]
-        with MaskedInterrupts(), first._submitting, second._submitting:
-            for one in clients:
+        sides: list[tuple[Client, Any, Mapping[str, str]]] = [(self, args[0], {}), (other, args[1], refused_beside)]
+        sides.sort(key=lambda side: actor_id(side[0].connection.controller))
+        first, second = (client for client, _, _ in sides)
+        here, there = first.connection, second.connection
+        calls = {one: Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in (self, other)}
+        with MaskedInterrupts(), here.submitting, there.submitting:
+            for one in calls:
                 one._refuse()
-            here, there = first.connection, second.connection
             joints = (
-                Joint(key, there.controller, second.name, True, there.key, second._next_number),
+                Joint(key, there.controller, second.name, True, there.key, there.next_number),
                 Joint(key, here.controller, first.name, False),
             )
-            beside = [{}, refused_beside]
             own, its = (
-                Submission(method, parts[at], one.timeouts.call_s, joint=joint, refused_beside=beside[at])
-                for at, one, joint in zip((leader, follower), (first, second), joints, strict=True)
+                Submission(method, (pack_same(method, arg),), one.timeouts.call_s, joint=joint, refused_beside=beside)
+                for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
-            first._send(calls[leader], replace(own, other=its), 0, first.timeouts.call_s)
+            here.send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)
             with suppress(GroupError):  # the call raises it
-                here.ask("queue", "arrived", here.key, calls[leader].number, within_s=None)
+                here.ask("queue", "arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
-            second._follow(
-                calls[follower],
-                there.controller.queue.remote("outcome", there.key, key, unknown),
-                0,
-                second.timeouts.call_s,
-            )
-        return calls[0], calls[1]
-
-    def _send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
-        """Send a call with the next number; the lock is held."""
-        call.number = self._next_number
-        self._next_number += 1
-        key = self.connection.key
-        self._follow(
-            call, self.connection.controller.queue.remote("submit", key, call.number, sent), num_bytes, deadline_s
-        )
-
-    def _follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
-        """End a call with the outcome that a reference brings."""
-        with self._changed:
-            self._calls[call] = num_bytes, deadline_s
-            self._num_bytes += num_bytes
-        ref.future().add_done_callback(
-            lambda ended: self.connection.thread.call(partial(self._on_outcome, call, ended))
-        )
+            outcome = there.controller.queue.remote("outcome", there.key, key, unknown)
+            there.follow(calls[second], outcome, 0, second.timeouts.call_s)
+        return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of a call's result; see `RunningCall.item`."""
@@ -367,60 +313,19 @@ class Client:
             return 0, 0  # the call itself raises it
         return done
 
-    def _wait_for_room(self, method: str, num_bytes: int) -> None:
+    def _wait_for_room(self, method: str) -> None:
         """Wait while the arguments of calls that have not ended take more than 256 MiB."""
-        if self._num_bytes < _MAX_BYTES:
+        here = self.connection
+        if here.num_bytes < _MAX_BYTES:
             return
-        refuse_to_wait(f"{method}.remote(), while the arguments of calls take {self._num_bytes} bytes")
-        with DeferredInterrupts(self), self._changed:
-            self._changed.wait_for(lambda: self._num_bytes < _MAX_BYTES or self.cause is not None)
-
-    def _on_outcome(self, call: Call, ended: concurrent.futures.Future[Any]) -> None:
-        """Handle the end of a call, on the callback thread."""
-        error = ended.exception()
-        if error is None:
-            self._end(call, decoded(ended.result()))
-        else:
-            self.connection.controller_lost(self.connection.controller_died(error))
-
-    def _end(self, call: Call, outcome: Outcome) -> None:
-        if outcome.snapshot is not None:
-            self.connection.take(outcome.snapshot)
-        with self._changed:
-            found = self._calls.pop(call, None)
-            self._num_bytes -= 0 if found is None else found[0]
-            self._changed.notify_all()
-        if found is None:
-            return  # it has ended with the group
-        for rank, sent in enumerate(outcome.sent):
-            call.rank_finished(rank, sent)
-        call.follows = outcome.follows
-        call.end(raised_by(outcome))
-
-    def _shortest_deadline(self) -> float:
-        return min((deadline_s for _, deadline_s in list(self._calls.values())), default=math.inf)
-
-    def _fail_calls(self, error: GroupError) -> None:
-        for call in list(self._calls):
-            self._end(call, Outcome(error=error))
-
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
-        self.pending.note(snapshot.ended_saves)
-        if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
-            self.pending.lose(snapshot.cause or closed(self.name))
-
-    def _on_lost(self, error: GroupError) -> None:
-        self._next_number = 0  # a controller that is connected to counts anew
-        self._fail_calls(error)
-        self.pending.lose(error)
-        with self._changed:
-            self._changed.notify_all()
+        refuse_to_wait(f"{method}.remote(), while the arguments of calls take {here.num_bytes} bytes")
+        with DeferredInterrupts(self), here.changed:
+            here.changed.wait_for(lambda: here.num_bytes < _MAX_BYTES or here.cause is not None)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         try:
-            found: Interrupted = self.connection.ask(
-                "interrupt", self.connection.key, source or "interrupt()", self._next_number
-            )
+            last = self.connection.next_number
+            found: Interrupted = self.connection.ask("interrupt", self.connection.key, source or "interrupt()", last)
         except (RayshardingError, ray.exceptions.RayError):
             stopping.set_result(0)
             return
@@ -430,8 +335,8 @@ class Client:
                 f"{found.left_s:.0f} s); queued calls cancelled: {found.num_cancelled}; once more stops the ranks now, "
                 "and their weights are lost"
             )
-        with self._changed:
-            self._changed.wait_for(lambda: not self._calls)
+        with self.connection.changed:
+            self.connection.changed.wait_for(lambda: not self.connection.calls)
         stopping.set_result(found.num_cancelled)
 
 

@@ -1,4 +1,4 @@
-"""`Connection`: a driver's connection to a controller: requests, the group's state, the loss of the controller."""
+"""`Connection`: a driver's connection to a controller: requests, calls, the group's state, the controller's loss."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
 
-from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError
+from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError, caught_as
+from raysharding.group.calls.call import Call
 from raysharding.group.calls.callback_thread import CallbackThread
+from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, is_dead, ray_session, tell
 from raysharding.group.messages import (
     Attached,
     GroupState,
+    Outcome,
     ProbeReplies,
     Snapshot,
     broken,
     closed,
+    decoded,
     lines_after,
 )
 
-_WATCH_S = 4.0
+_WATCH_S = 1.0
 _SILENT_S = 10.0
 """Silence of the controller, beyond its answer's due time, after which this driver ends it."""
 _LEAST_SILENT_S = 3.0
@@ -42,27 +46,17 @@ class Connection:
     """A driver's connection to a controller. Thread-safe.
 
     The driver asks the controller again and again for the group's snapshot, which the controller answers when there is
-    news, or after 4 s. So a driver learns at once what happens to an idle group, renews its lease, and notices a
+    news, or after a second. So a driver learns at once what happens to an idle group, renews its lease, and notices a
     controller that a signal has stopped, which Ray never does. Ray starts another controller in the place of one that
     has died, which knows the group's record and has no ranks; the driver connects to that one.
     """
 
-    def __init__(
-        self,
-        controller: Any,
-        name: str,
-        on_snapshot: Callable[[Snapshot], None],
-        on_lost: Callable[[GroupError], None],
-        shortest_deadline: Callable[[], float],
-    ) -> None:
+    def __init__(self, controller: Any, name: str) -> None:
         """Begin without a connection; `attach` connects.
 
         Args:
             controller: Handle of the group's controller.
             name: Name of the group in errors.
-            on_snapshot: Called with each new snapshot.
-            on_lost: Called with the reason when the controller is lost, or Ray.
-            shortest_deadline: Returns the shortest deadline of this driver's calls in seconds, infinity without calls.
         """
         self.controller = controller
         self.name = name
@@ -74,39 +68,44 @@ class Connection:
         """What this driver last heard of the group."""
         self.thread = CallbackThread(f"calls of {name}", self._check)
         """Runs what this driver hears."""
-        self._on_snapshot = on_snapshot
-        self._on_lost = on_lost
-        self._shortest_deadline = shortest_deadline
+        self.pending = PendingSaves(self._saved_bytes)
+        """Saves of this driver in the background."""
+        self.calls: dict[Call, tuple[int, float]] = {}
+        """Call of this driver that has not ended → bytes of its arguments, and its deadline in seconds."""
+        self.num_bytes = 0
+        """Bytes of the arguments of all these calls."""
+        self.changed = threading.Condition()
+        """Notified when a call ends."""
+        self.submitting = threading.Lock()
+        """Held while calls get their numbers and are sent."""
+        self.next_number = 0
+        """Number of this driver's next call."""
         self._lost: GroupError | None = None
         self._session = ray_session()
         self._connected = threading.Event()
         self._connected.set()  # cleared from the loss of a controller to the connection to the next one
-        self._due: dict[concurrent.futures.Future[Any], float] = {}
-        """Question to the controller → when its answer is late."""
+        self._question: concurrent.futures.Future[Snapshot] | None = None
+        """The question for the next snapshot, until it is answered or the controller is lost."""
+        self._due = 0.0
+        """When the controller answers it, if there is no news before."""
         self._told = 0
         self._checked = time.monotonic()
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
-    def begin_attach(self) -> ray.ObjectRef:
-        """Begin to connect to a controller whose process may have to start; `attach` takes the result."""
-        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
-        before, self.key = self.key or None, secrets.token_hex(8)
-        ref: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
-        return ref
-
-    def attach(self, attaching: ray.ObjectRef | None = None, *, within_s: float = _ANSWER_S) -> Attached:
+    def attach(self, *, within_s: float = _ANSWER_S) -> Attached:
         """Connect this driver to the controller, and begin to follow the group.
 
         Args:
-            attaching: What `begin_attach` returned, if it was called.
             within_s: Deadline; the controller's process may have to start.
 
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        attaching = self.begin_attach() if attaching is None else attaching
+        label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+        owned = [self.controller.never.remote()]
+        before, self.key = self.key or None, secrets.token_hex(8)
+        attaching = self.controller.attach.remote(self.key, label, owned, before)
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
@@ -118,9 +117,11 @@ class Connection:
 
     @property
     def state(self) -> GroupState:
-        """State of the group; READY also while calls run."""
-        is_lost = self._lost is not None and self.snapshot.state is not GroupState.CLOSED
-        return GroupState.BROKEN if is_lost else self.snapshot.state
+        """State of the group: BUSY while a call of this driver runs or is queued."""
+        state = self.snapshot.state
+        if self._lost is not None and state is not GroupState.CLOSED:
+            return GroupState.BROKEN
+        return GroupState.BUSY if state is GroupState.READY and self.calls else state
 
     @property
     def cause(self) -> GroupError | None:
@@ -172,20 +173,74 @@ class Connection:
                 raise error.cause from None
             raise
 
+    def send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
+        """Send a call with the next number; `submitting` is held.
+
+        Args:
+            call: The call.
+            sent: Its submission, encoded or not.
+            num_bytes: Bytes of its arguments.
+            deadline_s: Its deadline.
+        """
+        call.number = self.next_number
+        self.next_number += 1
+        self.follow(call, self.controller.queue.remote("submit", self.key, call.number, sent), num_bytes, deadline_s)
+
+    def follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
+        """End a call with the outcome that a reference brings; see `send`."""
+        with self.changed:
+            self.calls[call] = num_bytes, deadline_s
+            self.num_bytes += num_bytes
+        ref.future().add_done_callback(lambda ended: self.thread.call(partial(self._on_outcome, call, ended)))
+
+    def _on_outcome(self, call: Call, ended: concurrent.futures.Future[Any]) -> None:
+        """Handle the end of a call, on the callback thread."""
+        error = ended.exception()
+        if error is None:
+            self._end(call, decoded(ended.result()))
+        else:
+            self.controller_lost(self.controller_died(error))
+
+    def _end(self, call: Call, outcome: Outcome) -> None:
+        if outcome.snapshot is not None:
+            self.take(outcome.snapshot)
+        with self.changed:
+            found = self.calls.pop(call, None)
+            self.num_bytes -= 0 if found is None else found[0]
+            self.changed.notify_all()
+        if found is None:
+            return  # it has ended with the group
+        call.follows = outcome.follows
+        call.end(raised_by(outcome), outcome.sent)
+
+    def _fail_calls(self, error: GroupError) -> None:
+        for call in list(self.calls):
+            self._end(call, Outcome(error=error))
+
+    def _saved_bytes(self) -> dict[str, int]:
+        """Return the bytes written so far of each save in the background that has not ended, by token."""
+        if self.cause is not None or self.snapshot.state is GroupState.CLOSED:
+            return {}
+        written: dict[str, int] = self.ask("saved_bytes")
+        return written
+
     def probe(self, method: str, *args: Any, within_s: float, ranks: Sequence[int] | None = None) -> ProbeReplies:
         """Call a control method on ranks, also while they run a command."""
         replies: ProbeReplies = self.ask("probe", method, args, within_s, ranks, within_s=within_s + _ANSWER_S)
         return replies
 
-    def tell_ranks(self, method: str, *args: Any) -> None:
-        """Call a control method on all ranks without waiting; after the end of Ray nothing happens."""
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the controller without waiting; after the end of Ray nothing happens."""
         if self.has_ray():
-            self.controller.probe.remote(method, args, _ANSWER_S)
+            getattr(self.controller, method).remote(*args)
 
-    def refresh(self) -> Snapshot:
+    def tell_ranks(self, method: str, *args: Any) -> None:
+        """Call a control method on all ranks without waiting."""
+        self.tell("probe", method, args, _ANSWER_S)
+
+    def refresh(self) -> None:
         """Ask for the group's snapshot now."""
         self.take(self.ask("watch", self.key, -1, 0.0))
-        return self.snapshot
 
     def has_ray(self) -> bool:
         """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""
@@ -195,6 +250,7 @@ class Connection:
         """End this connection: for this driver the group is CLOSED."""
         self.take(replace(self.snapshot, state=GroupState.CLOSED))
         self.thread.stop()
+        self._fail_calls(closed(self.name))
 
     def end_controller(self, *, for_good: bool) -> None:
         """Kill the controller's process; without its GCS Ray waits for a minute."""
@@ -207,24 +263,20 @@ class Connection:
     def _watch(self) -> None:
         """Ask for the next snapshot, on the callback thread."""
         if self.snapshot.state is not GroupState.CLOSED and self.has_ray():
-            self._ask_for_news(self.snapshot.version, _WATCH_S, _SILENT_S)
+            self._due = time.monotonic() + _WATCH_S
+            question = self.controller.watch.remote(self.key, self.snapshot.version, _WATCH_S).future()
+            self._question = question
+            question.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, ended)))
 
-    def _ask_for_news(self, version: int, wait_s: float, patience_s: float) -> None:
-        future = self.controller.watch.remote(self.key, version, wait_s).future()
-        self._due[future] = time.monotonic() + wait_s + patience_s
-        is_watch = wait_s > 0
-        future.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, is_watch, ended)))
-
-    def _on_answer(self, is_watch: bool, ended: concurrent.futures.Future[Snapshot]) -> None:
-        if self._due.pop(ended, None) is None:
+    def _on_answer(self, ended: concurrent.futures.Future[Snapshot]) -> None:
+        if ended is not self._question:
             return  # of before a reconnection
-        error = ended.exception()
-        if error is None:
-            self.take(ended.result())
-            if is_watch:
-                self._watch()
-        else:
+        self._question = None
+        if (error := ended.exception()) is not None:
             self.controller_lost(self.controller_died(error))
+            return
+        self.take(ended.result())
+        self._watch()
 
     def take(self, snapshot: Snapshot) -> None:
         """Take what the controller says of the group; replies do not arrive in order."""
@@ -236,7 +288,9 @@ class Connection:
         for number, line in lines_after(snapshot.notes, self._told):
             tell(line)
             self._told = number
-        self._on_snapshot(snapshot)
+        self.pending.note(snapshot.ended_saves)
+        if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
+            self.pending.lose(snapshot.cause or closed(self.name))
 
     def _check(self) -> None:
         """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
@@ -249,13 +303,14 @@ class Connection:
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
             self.controller.detach.remote(self.key)  # which ends a group without a name; Ray would take its minute
-        elif any(time.monotonic() > due for due in self._due.values()):
-            self._due.clear()
+        elif self._question is not None and time.monotonic() > self._due + self._patience_s():
             what = f"{self.name}: its controller ({self.where}) did not answer in time and was ended{lost}"
             self.controller_lost(GroupError(what), is_silent=True)
-        elif len(self._due) == 1 and (deadline_s := self._shortest_deadline()) < math.inf:
-            # While calls run, the loss of the controller is known by their deadlines.
-            self._ask_for_news(-1, 0.0, min(_SILENT_S, max(_LEAST_SILENT_S, deadline_s / 2)))
+
+    def _patience_s(self) -> float:
+        """Return how long the controller may be silent: its loss is known before the calls' deadlines."""
+        shortest_s = min((deadline_s for _, deadline_s in list(self.calls.values())), default=math.inf)
+        return min(_SILENT_S, max(_LEAST_SILENT_S, shortest_s / 2))
 
     def controller_lost(self, error: GroupError, *, is_silent: bool = False) -> None:
         """Break the group, and connect to the controller that Ray starts in the place of the lost one.
@@ -266,7 +321,7 @@ class Connection:
         """
         if self._lost is not None or self.snapshot.state is GroupState.CLOSED:
             return
-        self._due.clear()
+        self._question = None
         self._connected.clear()
         self._lose(error)
         if is_silent:
@@ -290,7 +345,9 @@ class Connection:
 
     def _lose(self, error: GroupError) -> None:
         self._lost = error
-        self._on_lost(error)
+        self.next_number = 0  # a controller that is connected to counts anew
+        self._fail_calls(error)
+        self.pending.lose(error)
 
     def controller_died(self, error: BaseException) -> GroupError:
         """Return the error of the controller's death.
@@ -313,10 +370,27 @@ class Connection:
         if now - self._checked > _STALL_S:
             self._stall = now, now - self._checked
             # Answers that arrived meanwhile may not have been handled.
-            self._due = dict.fromkeys(self._due, now + _SILENT_S)
+            self._due = now + _SILENT_S
         self._checked = now
 
     def require_ray(self) -> None:
         """Raise instead of a call that would start Ray anew."""
         if not self.has_ray():
             raise GroupBrokenError(f"{self.name} is broken and refuses calls: Ray was shut down under the group")
+
+
+def raised_by(outcome: Outcome) -> RayshardingError | None:
+    """Return the error of a failed call; `None` if it succeeded.
+
+    The error of the rank that failed first, if it is this package's (`PlanError`); else the group's error. If all ranks
+    raised the same builtin type, `except` of that type also catches it.
+    """
+    error = outcome.error
+    original = None if outcome.raised is None else outcome.raised.exception()
+    if error is None or original is None:
+        return error
+    if isinstance(original, RayshardingError):
+        original.__cause__ = error
+        return original
+    error.__cause__ = original
+    return caught_as(error, type(original)) if outcome.is_common else error

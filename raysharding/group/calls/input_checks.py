@@ -7,7 +7,7 @@ would cause this are refused here, while the group is READY and nothing has been
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,8 +112,6 @@ def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds
 
 def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
     """Compare the ranks' `PerRank` values by kind, dtype and number of dims; sizes, such as rows, may differ."""
-    if all(_is_shared(batch, batches[0]) for batch in batches):
-        return
     first = _kinds(batches[0])
     for rank, batch in enumerate(batches):
         kinds = _kinds(batch)
@@ -127,19 +125,10 @@ def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
         )
 
 
-def _is_shared(batch: RankBatch, other: RankBatch) -> bool:
-    pairs = zip(_values(batch), _values(other), strict=False)
-    return all(mine is theirs for (_, mine), (_, theirs) in pairs)
-
-
-def _values(batch: RankBatch) -> Iterator[tuple[str, Any]]:
-    args = batch.args if batch.examples is None else ()  # examples differ, and ranks compare what they collate
-    yield from ((f"args[{index}]", value) for index, value in enumerate(args))
-    yield from batch.kwargs.items()
-
-
 def _kinds(batch: RankBatch) -> dict[str, str]:
-    return {path: _kind(leaf) for name, value in _values(batch) for path, leaf in leaves(value, name)}
+    args = batch.args if batch.examples is None else ()  # examples differ, and ranks compare what they collate
+    values = {f"args[{index}]": value for index, value in enumerate(args)} | batch.kwargs
+    return {path: _kind(leaf) for name, value in values.items() for path, leaf in leaves(value, name)}
 
 
 def _kind(leaf: Any) -> str:

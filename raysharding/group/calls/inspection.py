@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.errors import GroupError
 from raysharding.group.calls.client import Client
-from raysharding.group.cluster import own_node_id
+from raysharding.group.cluster import ask_nodes
 
 STATUS_S = 2.0
 """Deadline of the ranks' replies to `rank_statuses`, in seconds."""
 _READ_S = 30.0
-_MAX_TAIL_BYTES = 1 << 20
 
 
 def rank_statuses(client: Client) -> list[dict[str, Any]]:
@@ -47,29 +45,21 @@ def read_log(client: Client, rank: int, num_lines: int) -> str:
     info, log_paths = snapshot.ranks[rank], snapshot.log_paths[rank]
     if not log_paths:
         return "Ray keeps no log files of this rank\n"
-    if info.node_id == own_node_id():
-        return _tails(log_paths, num_lines)
     # A task on the node, because the rank may be dead or stopped.
-    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-    reading = ray.remote(_tails).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
-    try:
-        text: str = ray.get(reading.remote(log_paths, num_lines), timeout=_READ_S)
-    except ray.exceptions.RayError as error:
-        raise GroupError(f"cannot read the log of rank {rank} on node {info.node_ip}: {error}") from error
-    return text
+    ((_, answer),) = ask_nodes(_tails, {info.node_id: (log_paths, num_lines)}, _READ_S)
+    if isinstance(answer, ray.exceptions.RayError):
+        raise GroupError(f"cannot read the log of rank {rank} on node {info.node_ip}: {answer}") from answer
+    return str(answer)
 
 
-def _tails(paths: Sequence[str], num_lines: int) -> str:
+def _tails(wanted: tuple[Sequence[str], int]) -> str:
+    paths, num_lines = wanted
     return "".join(f"== {path}\n{_tail(path, num_lines)}" for path in paths)
 
 
 def _tail(path: str, num_lines: int) -> str:
     try:
-        with open(path, "rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(0, end - _MAX_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
+        with open(path, errors="replace") as log:
+            return "".join(line.rstrip("\n") + "\n" for line in deque(log, num_lines))
     except OSError as error:
         return f"cannot be read: {error.strerror}\n"
-    lines = text.splitlines()[-num_lines:]
-    return "".join(f"{line}\n" for line in lines)

@@ -18,7 +18,6 @@ A group that is still being made has no weights to keep, so the first interrupt 
 
 from __future__ import annotations
 
-import abc
 import concurrent.futures
 import signal
 import threading
@@ -32,127 +31,91 @@ Stopping = concurrent.futures.Future[int]
 
 
 class Interruptible(Protocol):
-    """The target of an interrupt: a group's client. Only `wait_stopped` waits."""
+    """The target of an interrupt: a group's client. Neither method waits."""
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel the calls in the queue. The user is shown `source` (`Ctrl-C`), or nothing if `source` is empty."""
-
-    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
-        """Wait until the running call has ended, which its own deadline bounds."""
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks now."""
 
 
-class _Handler(abc.ABC):
-    """Replaces the program's SIGINT handler inside a `with` in the main thread; does nothing in other threads."""
+class MaskedInterrupts:
+    """A short context in which an exception could leave a lock held; it raises a deferred interrupt at its end.
 
-    def __init__(self) -> None:
-        """Install nothing; `__enter__` does."""
-        self._installed: Any = None
-        self._previous: Any = None
+    In the main thread Python may raise between acquiring a lock and entering its `with`: the lock would never be
+    released. The context replaces the program's SIGINT handler in the main thread; it does nothing in other threads.
+    """
+
+    _installed: Any = None
+    _previous: Any = None
+    _raised: BaseException | None = None
 
     def __enter__(self) -> Self:
-        self._install()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._restore()
-
-    def _install(self) -> None:
         # Only the main thread handles signals and may set a handler.
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
             if callable(previous):  # not SIG_IGN, not SIG_DFL, not a handler of C code
                 self._previous, self._installed = previous, self._on_signal
                 signal.signal(signal.SIGINT, self._installed)
-
-    def _restore(self) -> None:
-        # A handler that was set in the meantime is restored by the code that set it.
-        if self._installed is not None and signal.getsignal(signal.SIGINT) is self._installed:
-            signal.signal(signal.SIGINT, self._previous)
-
-    @abc.abstractmethod
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT instead of `_previous`."""
-
-
-class DeferredInterrupts(_Handler):
-    """A context in which the main thread waits for a call of a group; see Note [Ctrl-C]."""
-
-    def __init__(self, target: Interruptible | None) -> None:
-        """Install nothing; `__enter__` does.
-
-        Args:
-            target: The group's client; `None` if there is nothing to stop.
-        """
-        super().__init__()
-        self._target = target
-        self._raised: BaseException | None = None
-        self._stopping: Stopping | None = None
-        self._is_abandoned = False
-
-    def __enter__(self) -> Self:
-        if self._target is not None:
-            self._install()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if self._target is not None and self._stopping is not None and error is not self._raised:
-                self._target.wait_stopped(self._stopping)
-        finally:
-            self._restore()
+        # A handler that was set in the meantime is restored by the code that set it.
+        if self._installed is not None and signal.getsignal(signal.SIGINT) is self._installed:
+            signal.signal(signal.SIGINT, self._previous)
         if self._raised is not None and error is not self._raised:
             # A CallCancelledError adds nothing to the interrupt.
             raise self._raised from (None if isinstance(error, CallCancelledError) else error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        assert self._target is not None
         try:
             self._previous(number, frame)
-        except BaseException as error:
-            is_third, is_second = self._is_abandoned, self._raised is not None
-            self._raised = error
-            if is_third:
-                raise
-            if is_second:
-                self._is_abandoned = True
-                self._target.abandon_soon("a second Ctrl-C")
-            else:
-                self._stopping = self._target.interrupt_soon("Ctrl-C")
+        except BaseException as error:  # noqa: BLE001 - `_on_raised` or `__exit__` raises it
+            self._on_raised(error)
+
+    def _on_raised(self, error: BaseException) -> None:
+        """Handle what the program's handler has raised."""
+        self._raised = error
 
 
-class MaskedInterrupts(_Handler):
-    """A short context in which an exception could leave a lock held; it raises a deferred interrupt at its end.
+class DeferredInterrupts(MaskedInterrupts):
+    """A context in which the main thread waits for a call of a group; see Note [Ctrl-C]."""
 
-    In the main thread Python may raise between acquiring a lock and entering its `with`: the lock would never be
-    released.
-    """
+    def __init__(self, target: Interruptible) -> None:
+        """Install nothing; `__enter__` does.
 
-    _raised: BaseException | None = None
+        Args:
+            target: The group's client.
+        """
+        self._target = target
+        self._stopping: Stopping | None = None
+        self._is_abandoned = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._restore()
-        if self._raised is not None and error is not self._raised:
-            raise self._raised from error
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._previous(number, frame)
-        except BaseException as error:  # noqa: BLE001 - `__exit__` raises whatever the program's handler raised
-            self._raised = error
+            if self._stopping is not None and error is not self._raised:
+                concurrent.futures.wait([self._stopping])
+        finally:
+            super().__exit__(kind, error, trace)
+
+    def _on_raised(self, error: BaseException) -> None:
+        is_second, self._raised = self._raised is not None, error
+        if self._is_abandoned:
+            raise error
+        if is_second:
+            self._is_abandoned = True
+            self._target.abandon_soon("a second Ctrl-C")
+        else:
+            self._stopping = self._target.interrupt_soon("Ctrl-C")
 
 
-class UndoOnInterrupt(_Handler):
+class UndoOnInterrupt(MaskedInterrupts):
     """A context whose code cleans up when Ctrl-C raises in it; a second Ctrl-C does not interrupt the cleanup."""
 
     _num_raised = 0
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self._previous(number, frame)
-        except BaseException:
-            self._num_raised += 1
-            if self._num_raised != 2:  # the third one interrupts the cleanup
-                raise
+    def _on_raised(self, error: BaseException) -> None:
+        self._num_raised += 1
+        if self._num_raised != 2:  # the third one interrupts the cleanup
+            raise error

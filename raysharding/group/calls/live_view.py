@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from raysharding.group.calls.client import Client
@@ -19,16 +19,6 @@ _STOP_S = STATUS_S + 1.0
 _COLUMNS = "rank", "node_ip", "device", "phase", "last_call", "host_bytes", "peak_host_bytes", "device_bytes"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a view reads of a group; holds no reference to the group."""
-
-    client: Client
-    """The group's client."""
-    fit: str
-    """The last step of `fit`; empty without one."""
-
-
 class LiveView:
     """A live view of a group: its state, the last step of `fit`, and for each rank phase, last call and memory.
 
@@ -36,12 +26,12 @@ class LiveView:
     or dropped, and at the exit of the program.
     """
 
-    def __init__(self, name: str, look: Callable[[], Seen | None], refresh_s: float) -> None:
+    def __init__(self, client: Client, last_step: Callable[[], str], refresh_s: float) -> None:
         """Draw the first picture, and start the thread that draws the others.
 
         Args:
-            name: The group's name.
-            look: Returns what there is to see of the group; `None` if the group is gone.
+            client: The group's client, which is closed when the group is dropped.
+            last_step: Returns the last step of `fit`, for people.
             refresh_s: Seconds between two probes of the ranks.
 
         Raises:
@@ -51,14 +41,14 @@ class LiveView:
             raise ValueError(f"refresh_s={refresh_s!r}: give a number of seconds above 0")
         self.num_refreshes = 0
         """Number of times that the group was looked at."""
-        self._name = name
-        self._look = look
+        self._client = client
+        self._last_step = last_step
         self._refresh_s = refresh_s
         self._end = ""
         self._stopping = threading.Event()
-        self._picture = Picture(f"{name}: watched every {refresh_s:g} s", _now())
+        self._picture = Picture(f"{client.name}: watched every {refresh_s:g} s", _now())
         self._screen = open_screen(self._picture)
-        self._thread = threading.Thread(target=self._run, name=f"watch {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"watch {client.name}", daemon=True)
         # The thread must not write to stderr while Python ends.
         atexit.register(self.stop)
         self._thread.start()
@@ -77,16 +67,15 @@ class LiveView:
 
     def __repr__(self) -> str:
         how = f"ended: {self._end}" if self._end else f"every {self._refresh_s:g} s until stop()"
-        return f"<LiveView of {self._name}, {how}, refreshed {self.num_refreshes} times>"
+        return f"<LiveView of {self._client.name}, {how}, refreshed {self.num_refreshes} times>"
 
     def _run(self) -> None:
         try:
-            while not self._end:
-                end = self._refresh()
-                if not end and self._stopping.wait(self._refresh_s):
-                    end = "stopped"
-                self._end = end
-            self._screen.close(replace(self._picture, title=f"{self._name}: the view has ended: {self._end}"))
+            end = self._refresh()
+            while not end:
+                end = "stopped" if self._stopping.wait(self._refresh_s) else self._refresh()
+            self._end = end
+            self._screen.close(replace(self._picture, title=f"{self._client.name}: the view has ended: {self._end}"))
         except Exception as error:  # noqa: BLE001 - nobody to raise to; `repr` tells that, say, stderr is closed
             self._end = f"cannot draw: {type(error).__name__}: {error}"
         finally:
@@ -95,22 +84,20 @@ class LiveView:
     def _refresh(self) -> str:
         """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
         try:
-            seen = self._look()
-            if seen is None or seen.client.state is GroupState.CLOSED:
-                self._picture = Picture(self._name, _now())
-                return "the group was dropped" if seen is None else "the group was shut down"
-            self._picture = _picture_of(seen)
+            if self._client.state is GroupState.CLOSED:
+                self._picture = Picture(self._client.name, _now())
+                return "the group was shut down"
+            self._picture = _picture_of(self._client, self._last_step())
         except Exception as error:  # noqa: BLE001 - shown; the next look may succeed
-            self._picture = Picture(self._name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
+            self._picture = Picture(self._client.name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
         self.num_refreshes += 1
         self._screen.draw(self._picture)
         return ""
 
 
-def _picture_of(seen: Seen) -> Picture:
-    client = seen.client
+def _picture_of(client: Client, last_step: str) -> Picture:
     state, cause = client.state, client.cause
-    lines = [seen.fit] if seen.fit else []
+    lines = [last_step] if last_step else []
     statuses: list[dict[str, Any]] = []
     if state is GroupState.BROKEN:
         lines.append(f"cause: {str(cause).partition(chr(10))[0]}")

@@ -47,27 +47,23 @@ class PendingSaves:
         """Add a save whose call is submitted; a call that fails raises that itself."""
         with self._changed:
             self._pending[save.token] = save, call
-        call.when_done(lambda ended: None if ended.succeeded() else self._discard(save))
-
-    def _discard(self, save: BegunSave) -> None:
-        with self._changed:
-            self._pending.pop(save.token, None)
-            self._changed.notify_all()
+        call.when_done(lambda ended: None if ended.error() is None else self.note({save.token: None}))
 
     def note(self, ended: Mapping[str, Exception | None]) -> None:
         """Take the outcomes of saves, by token; those of other drivers are ignored."""
         with self._changed:
             for token in [token for token in self._pending if token in ended]:
-                self._end(self._pending.pop(token)[0], ended[token])
+                (save, _), error = self._pending.pop(token), ended[token]
+                # The ranks may have committed the save before they died, without a report.
+                if error is not None and not is_committed(save):
+                    error.add_note(f"raysharding: raised by the background save to {save.path}")
+                    self._errors.append((save, error))
             self._changed.notify_all()
 
     def lose(self, cause: GroupError) -> None:
         """End all saves in progress: their ranks are gone."""
-        with self._changed:
-            for save, _ in self._pending.values():
-                self._end(save, GroupError(f"the save was lost with its ranks: {str(cause).splitlines()[0]}"))
-            self._pending.clear()
-            self._changed.notify_all()
+        what = f"the save was lost with its ranks: {str(cause).splitlines()[0]}"
+        self.note({token: GroupError(what) for token in list(self._pending)})
 
     def restarted(self) -> None:
         """End the saves in progress, whose ranks are gone, and tell the failures that no call has raised.
@@ -75,9 +71,7 @@ class PendingSaves:
         Calls on the new ranks do not raise what failed on the old ones.
         """
         self.lose(GroupError("the group was restarted"))
-        with self._changed:
-            errors, self._errors = self._errors, []
-        for save, error in errors:
+        for save, error in self._take_errors():
             tell(f"the background save to {save.path} failed: {str(error).partition(chr(10))[0]}")
 
     def raise_failed(self) -> None:
@@ -86,11 +80,10 @@ class PendingSaves:
         Raises:
             CheckpointError: The disk is full or failed. Other errors are raised too, for example if ranks are gone.
         """
-        with self._changed:
-            errors, self._errors = [error for _, error in self._errors], []
+        errors = [error for _, error in self._take_errors()]
+        for other in errors[1:]:
+            errors[0].add_note(f"raysharding: another save failed as well: {other}")
         if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"raysharding: another save failed as well: {other}")
             raise errors[0]
 
     def take_failed(self, paths: Collection[str], stall_s: float) -> list[Exception]:
@@ -102,9 +95,12 @@ class PendingSaves:
         """
         with suppress(TimeoutError):
             self._wait_ended(stall_s)
+        return [error for _, error in self._take_errors(paths)]
+
+    def _take_errors(self, paths: Collection[str] | None = None) -> list[tuple[BegunSave, Exception]]:
         with self._changed:
-            taken = [error for save, error in self._errors if save.path in paths]
-            self._errors = [(save, error) for save, error in self._errors if save.path not in paths]
+            taken = [one for one in self._errors if paths is None or one[0].path in paths]
+            self._errors = [one for one in self._errors if one not in taken]
         return taken
 
     def wait(self, stall_s: float) -> None:
@@ -133,9 +129,3 @@ class PendingSaves:
                 moved, before = time.monotonic(), written
             elif time.monotonic() - moved > stall_s:
                 raise TimeoutError(f"a background save has written nothing for {stall_s:g} s; it continues")
-
-    def _end(self, save: BegunSave, error: Exception | None) -> None:
-        # The ranks may have committed the save before they died, without a report.
-        if error is not None and not is_committed(save):
-            error.add_note(f"raysharding: raised by the background save to {save.path}")
-            self._errors.append((save, error))

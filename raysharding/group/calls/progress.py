@@ -129,7 +129,7 @@ def _watch(call: Call, num_bytes: int, show: Callable[[int, int], None]) -> None
         done, total = call.progress
         total = total or num_bytes
         # The ranks were last probed before the last byte: a load that succeeded is complete.
-        now = (total, total) if call.succeeded() else (done, total)
+        now = (total, total) if is_done and call.error() is None else (done, total)
         if now != reported:
             show(*now)
             reported = now

@@ -158,7 +158,7 @@ class PredictRun:
             return
         batches, collect = deal((), {}, len(replies)), collect_returns(Out.refs(), ())
         try:
-            refs = self.client.submit_batches("predict_take", batches, collect=collect, as_refs=True).result()
+            refs = self.client.submit_batches("predict_take", batches, collect=collect).result()
         except OutputTooLargeError as error:
             cure = "give output=, a smaller rows_per_file, or a fn that returns less"
             sizes = {"num_bytes": error.num_bytes, "max_output_bytes": error.max_output_bytes}

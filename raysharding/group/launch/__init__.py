@@ -1,9 +1,8 @@
 """Launches a group from its spec: find the checkpoint, plan memory, start the controller and ranks, check, load."""
 
-from raysharding.group.launch.attach import attach
-from raysharding.group.launch.copy_weights import WeightPaths, submit_copy
+from raysharding.group.launch.copy_weights import submit_copy
 from raysharding.group.launch.doctor import diagnose
-from raysharding.group.launch.launch import RunningGroup, launch, packed_spec
+from raysharding.group.launch.launch import RunningGroup, attach, launch, packed_spec
 from raysharding.group.launch.memory_plan import GroupPlan, plan_group
 from raysharding.group.launch.preflight import PreflightReport
 from raysharding.group.launch.restart import RestartReport, restart

@@ -1,4 +1,4 @@
-"""`WeightPaths`, `submit_copy`: copies of weights between two running groups."""
+"""`submit_copy`: copies of weights between two running groups."""
 
 from __future__ import annotations
 
@@ -48,36 +48,12 @@ class WeightPath:
         return not self.is_closed and not any(one.state in gone for one in (self.source, self.target))
 
 
-class WeightPaths:
-    """The paths that begin, or end, at one group."""
-
-    def __init__(self) -> None:
-        self._paths: list[WeightPath] = []
-
-    def find(self, source: Client, target: Client, merge: bool) -> WeightPath | None:
-        """Return the path between two groups, if there is one that can be used."""
-        for path in self._paths:
-            if path.source is source and path.target is target and path.merge == merge and path.is_usable():
-                return path
-        return None
-
-    def add(self, path: WeightPath) -> None:
-        """Add a path."""
-        self._paths.append(path)
-
-    def usable(self) -> tuple[str, ...]:
-        """Drop the paths whose other group is gone; return the tokens of the others."""
-        self._paths = [path for path in self._paths if path.is_usable()]
-        return tuple(path.token for path in self._paths)
+_paths: list[WeightPath] = []
+"""Paths of this process. The ranks of a group keep the buffers of those that begin or end at it."""
 
 
 def submit_copy(
-    source: tuple[Client, WeightPaths],
-    target: tuple[Client, WeightPaths],
-    *,
-    merge: bool,
-    staged: bool,
-    refused_beside: Mapping[str, str],
+    source: Client, target: Client, *, merge: bool, staged: bool, refused_beside: Mapping[str, str]
 ) -> Call:
     """Submit a copy to both groups; see `ShardedModelGroup.copy_to`.
 
@@ -88,34 +64,32 @@ def submit_copy(
         staged: True to receive beside the old weights.
         refused_beside: Kind of a claim → why the target must not change beside it.
     """
-    clients = source[0], target[0]
+    clients = source, target
     for client in clients:
         client.connection.refuse_if_unusable()
-    path = source[1].find(*clients, merge)
+    _paths[:] = [path for path in _paths if path.is_usable()]
+    found = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
+    path = next(found, None)
     if path is None:
-        path = WeightPath(*clients, merge, _store_address(clients[0]))
-        for _, paths in (source, target):
-            paths.add(path)
+        path = WeightPath(source, target, merge, _store_address(source))
+        _paths.append(path)
     path.number += 1
-    limit_s = _RANK_SHARE * min(client.timeouts.call_s for client in clients)
     spec = partial(
         CopySpec,
         token=path.token,
         number=path.number,
         address=path.address,
-        num_sources=len(clients[0].ranks),
-        num_targets=len(clients[1].ranks),
+        num_sources=len(source.ranks),
+        num_targets=len(target.ranks),
         rendezvous_s=min(client.timeouts.rendezvous_s for client in clients),
-        limit_s=limit_s,
+        limit_s=_RANK_SHARE * min(client.timeouts.call_s for client in clients),
         merge=merge,
         staged=staged,
         bucket_bytes=_BUCKET_BYTES,
     )
-    specs = (
-        spec(is_source=True, kept=source[1].usable()),
-        spec(is_source=False, kept=target[1].usable()),
-    )
-    return _Copy(path, merge, staged).submit(specs, refused_beside)
+    kept = [tuple(path.token for path in _paths if one in (path.source, path.target)) for one in clients]
+    specs = spec(is_source=True, kept=kept[0]), spec(is_source=False, kept=kept[1])
+    return _Copy(path, specs, refused_beside).whole
 
 
 def _store_address(client: Client) -> StoreAddress:
@@ -129,25 +103,17 @@ def _store_address(client: Client) -> StoreAddress:
 class _Copy:
     """One copy: a call in each group, and the call that the user gets, which ends when both have ended."""
 
-    def __init__(self, path: WeightPath, merge: bool, staged: bool) -> None:
+    def __init__(self, path: WeightPath, specs: tuple[CopySpec, CopySpec], refused_beside: Mapping[str, str]) -> None:
+        """Queue both calls; the controllers let them begin together, or not at all."""
         self._path = path
         self._clients = path.source, path.target
-        self._calls: tuple[Call, ...] = ()
+        self._spec = specs[0]
         self._lock = threading.Lock()
         self._num_ended = 0
-        self._key = ""
-        self._options = {"is_merged": merge, "is_staged": staged}
-        source = path.source
-        self._whole: Call[CopyReport] = Call("copy_to", 0, Collect(lambda _: self._report()), 0.0, source)
-
-    def submit(self, specs: tuple[CopySpec, CopySpec], refused_beside: Mapping[str, str]) -> Call:
-        """Queue both calls; the controllers let them begin together, or not at all."""
-        source, target = self._clients
-        self._key = specs[0].key
-        self._calls = source.submit_pair(target, "copy_to", specs, self._key, refused_beside)
+        self.whole: Call[CopyReport] = Call("copy_to", 0, Collect(lambda _: self._report()), 0.0, path.source)
+        self._calls = path.source.submit_pair(path.target, "copy_to", specs, self._spec.key, refused_beside)
         for number, call in enumerate(self._calls):
             call.when_done(partial(self._on_end, number))
-        return self._whole
 
     def _on_end(self, number: int, call: Call) -> None:
         """Handle the end of one group's call, on its callback thread."""
@@ -155,12 +121,12 @@ class _Copy:
         if error is not None or any(one["lost"] is not None for one in call.values()):
             self._path.is_closed = True
             # Ranks that are in the copy, or about to begin it, wait for the other group's, which do not answer.
-            self._clients[1 - number].connection.tell_ranks("stop_copy", self._key)
+            self._clients[1 - number].connection.tell_ranks("stop_copy", self._spec.key)
         with self._lock:
             self._num_ended += 1
             is_last = self._num_ended == len(self._calls)
         if is_last:
-            self._whole.end(self._error())
+            self.whole.end(self._error())
 
     def _error(self) -> BaseException | None:
         """Return the error of the copy, which is that of the group where the cause is; `None` if both calls succeeded.
@@ -184,4 +150,4 @@ class _Copy:
 
     def _report(self) -> CopyReport:
         source, target = (call.values() for call in self._calls)
-        return CopyReport.of(source, target, **self._options)
+        return CopyReport.of(source, target, is_merged=self._spec.merge, is_staged=self._spec.staged)

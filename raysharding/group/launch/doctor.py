@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import ray
 
 from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
 from raysharding.group.calls import Client
-from raysharding.group.cluster import ask_nodes, connect, join_announced, own_node_id, tell
-from raysharding.group.launch.launch import rendezvous
+from raysharding.group.cluster import ask_nodes, connect, join_announced, tell
+from raysharding.group.launch.launch import rendezvous, start_plan, start_ranks
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_controller import start_controller
-from raysharding.group.messages import Started, StartPlan
-from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
@@ -62,22 +58,20 @@ def _diagnose(placement: Placement) -> PreflightReport:
         return PreflightReport((), None, tuple(findings), 0.0)
     chosen = [node_id for node_id in nodes if node_id in able]  # in the order of the nodes, whoever answered first
     spec = GroupSpec(checkpoint="doctor", placement=placement, timeouts=_TIMEOUTS)
-    client = Client(start_controller(spec), spec.title, _TIMEOUTS, 0, is_named=False)
+    client = Client(start_controller(spec), spec.title, _TIMEOUTS, 0)
     preflight = Preflight(client, thorough=True)
-    preflight.add(findings)
+    preflight.findings += findings
     try:
         client.connection.attach()
-        started: Started = client.connection.ask(
-            "start_ranks", client.connection.key, _plan(spec, chosen * 2 if len(chosen) == 1 else chosen)
-        )
-        client.connection.refresh()
+        places = chosen * 2 if len(chosen) == 1 else chosen
+        started = start_ranks(client, start_plan(spec, "cpu", len(places), node_ids=places))
         preflight.nodes(with_gpus=True)
         store = rendezvous(client, spec, started)
-        preflight.listened("rank 0's store", store.host, store.port)
+        preflight.ports.append(f"rank 0's store listened at {store.host}:{store.port}")
         preflight.link()
     except RayshardingError as error:
         if not (isinstance(error, PreflightError) and preflight.report().errors):
-            preflight.add([Finding(True, "link", str(error))])
+            preflight.findings.append(Finding(True, "link", str(error)))
     finally:
         client.shutdown()
     return preflight.report()
@@ -85,20 +79,3 @@ def _diagnose(placement: Placement) -> PreflightReport:
 
 def _answer(_: None) -> None:
     """Do nothing; a task that shows that a node starts processes."""
-
-
-def _plan(spec: GroupSpec, node_ids: Sequence[str]) -> StartPlan:
-    return StartPlan(
-        actor_class=RankActor,
-        concurrency_groups=CONCURRENCY_GROUPS,
-        titles=tuple(Title("doctor", spec.title, index) for index in range(len(node_ids))),
-        world_size=len(node_ids),
-        device_type="cpu",
-        placement=spec.placement,
-        place_s=None,
-        start_s=_TIMEOUTS.start_s,
-        paths=(),
-        driver_node=own_node_id(),
-        hub=None,
-        node_ids=tuple(node_ids),
-    )

@@ -1,33 +1,43 @@
-"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it."""
+"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it.
+
+`attach`: a driver joins the drivers of a named group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import HubPath, normal_path, split_path
+from raysharding.config import Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import CheckpointError
-from raysharding.group.calls import Client, ProgressOption, follow
+from raysharding.group.calls import Client, UndoOnInterrupt, follow
 from raysharding.group.cluster import (
+    check_name,
     choose_num_threads,
     choose_ranks,
     cluster_cpus,
     cluster_gpus,
     connect,
+    join_existing,
     own_bundles,
     own_node_id,
     rank_need,
     warn,
 )
-from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
-from raysharding.group.launch.start_controller import start_controller
+from raysharding.group.launch.start_controller import (
+    find_controller,
+    note_own_group,
+    own_groups,
+    start_controller,
+)
 from raysharding.group.messages import Started, StartPlan, pack
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, ModelFacts, RankActor, Title
 from raysharding.models import Adapted, InputBounds
@@ -35,25 +45,26 @@ from raysharding.models import Adapted, InputBounds
 # Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
+_ATTACH_S = 30.0
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What the making of a group has found, for this driver and those that attach later."""
 
-    load_report: LoadReport | None = None
-    """Rank 0's report of the load that made the group; `None` before the load has ended."""
-    bounds: InputBounds = field(default_factory=InputBounds)
-    """Bounds of the model's inputs; without limits before the load."""
-    facts: ModelFacts = field(default_factory=ModelFacts)
-    """Facts of the model; without values before the load."""
-    preflight_report: PreflightReport | None = None
+    load_report: LoadReport
+    """Rank 0's report of the load that made the group."""
+    bounds: InputBounds
+    """Bounds of the model's inputs."""
+    facts: ModelFacts
+    """Facts of the model."""
+    preflight_report: PreflightReport | None
     """Report of the preflight when the group was made; `None` without a preflight."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningGroup:
-    """A group, as one of its drivers sees it."""
+    """A group, as one of its drivers sees it; a restart changes spec and what the load has found."""
 
     spec: GroupSpec
     """The group's spec, with the model that the ranks build."""
@@ -61,8 +72,11 @@ class RunningGroup:
     """Client that sends calls to the controller."""
     loaded: Loaded
     """What the load has found."""
-    may_have_optimizer: bool
-    """True if the ranks may have an optimizer."""
+
+    def stored_spec(self) -> GroupSpec:
+        """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
+        spec: GroupSpec = self.client.connection.ask("spec").unpack()
+        return spec
 
 
 def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
@@ -72,20 +86,45 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         spec: The group's spec.
         replaces: True to shut down the group that has the name.
     """
-    spec, opened, is_joined = open_spec(spec)
-    # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
-    is_checked = not is_joined or spec.name is not None
-    if is_checked:
-        check_fit(opened, spec.sharding, spec.loading)
-    connect()
-    controller = start_controller(spec, replace=replaces)
-    client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes, is_named=spec.name is not None)
+    # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
+    with UndoOnInterrupt():
+        spec, opened, is_joined = open_spec(spec)
+        # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
+        is_checked = not is_joined or spec.name is not None
+        if is_checked:
+            check_fit(opened, spec.sharding, spec.loading)
+        connect()
+        controller = start_controller(spec, replace=replaces)
+        client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
+        try:
+            client.connection.attach(within_s=spec.timeouts.start_s)
+            return make(client, spec, opened, is_checked=is_checked)
+        except BaseException:
+            client.shutdown()
+            raise
+
+
+def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
+    """Join a named group; see `ShardedModelGroup.attach`."""
+    if name is None:
+        raise ValueError("name=None: give the name of a group")
+    check_name(name)
+    join_existing()
+    chosen = Timeouts() if timeouts is None else timeouts
+    client = Client(find_controller(name), f"group {name!r}", chosen, 0)
     try:
-        attaching = client.connection.begin_attach()
-        return make(client, spec, opened, is_checked=is_checked, attaching=attaching)
+        attached = client.connection.attach(within_s=min(_ATTACH_S, chosen.call_s))
+        if attached.spec is None or attached.loaded is None:
+            what = "the group's driver is still making it; attach when the group is READY"
+            raise ValueError(f"name={name!r}: {what}")
     except BaseException:
-        client.shutdown()
+        client.detach()
         raise
+    spec: GroupSpec = attached.spec.unpack()
+    spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
+    client.timeouts, client.max_output_bytes = spec.timeouts, spec.max_output_bytes
+    loaded: Loaded = attached.loaded.unpack()
+    return RunningGroup(spec, client, loaded)
 
 
 def make(
@@ -95,7 +134,6 @@ def make(
     *,
     is_checked: bool,
     reloaded: str | None = None,
-    attaching: Any = None,
 ) -> RunningGroup:
     """Start the ranks of a group that is STARTING, load them, and make the group READY.
 
@@ -105,22 +143,24 @@ def make(
         opened: The checkpoint.
         is_checked: True if the model was compared with the checkpoint.
         reloaded: Path or URI of the files that a restart loads, if not those that the group was made from.
-        attaching: What `begin_attach` returned, if the controller is new.
     """
     spec = replace(spec, model=opened.model)
+    device_type, world_size = choose_ranks(
+        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
+    )
+    plan = start_plan(spec, device_type, world_size, paths=[file.path for file in opened.base.files])
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
-    started = _start(client, spec, opened, check, attaching)
+    started = start_ranks(client, plan, check)
+    note_own_group(client, spec)
     spec, opened = _where_it_is(replace(spec, world_size=len(started.ranks)), opened, started)
     preflight = Preflight(client) if spec.preflight else None
     if preflight is not None:
         preflight.nodes()
     rendezvous(client, spec, started)
     loaded = _fill(client, spec, opened, preflight)
-    seen = None if preflight is None else preflight.finish()
-    loaded = replace(loaded, preflight_report=seen)
     client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
     client.connection.refresh()
-    return RunningGroup(spec, client, loaded, spec.optimizer is not None)
+    return RunningGroup(spec, client, loaded)
 
 
 def packed_spec(spec: GroupSpec) -> Any:
@@ -131,15 +171,20 @@ def packed_spec(spec: GroupSpec) -> Any:
     return pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot()
 
 
-def _start(
-    client: Client, spec: GroupSpec, opened: Opened, check: Callable[[], None] | None, attaching: Any
-) -> Started:
-    """Place the ranks and start their processes; the model is checked meanwhile, which takes as long."""
-    device_type, world_size = choose_ranks(
-        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
-    )
+def start_plan(
+    spec: GroupSpec, device_type: str, world_size: int, *, paths: Sequence[str] = (), node_ids: Sequence[str] = ()
+) -> StartPlan:
+    """Return what the controller needs to start the ranks of a group.
+
+    Args:
+        spec: The group's spec.
+        device_type: Type of the ranks' devices.
+        world_size: Number of ranks.
+        paths: See `StartPlan`.
+        node_ids: See `StartPlan`.
+    """
     access, need = spec.hub_access(), rank_need(device_type, spec.placement)
-    plan = StartPlan(
+    return StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
         titles=tuple(Title(spec.short_name, spec.title, bundle) for bundle in range(world_size)),
@@ -148,20 +193,22 @@ def _start(
         placement=spec.placement,
         place_s=spec.timeouts.place_s,
         start_s=spec.timeouts.start_s,
-        paths=tuple(file.path for file in opened.base.files),
+        paths=tuple(paths),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
         held=(*own_groups(), *own_bundles(world_size, need)),
         tells=spec.progress is not False,
+        node_ids=tuple(node_ids),
     )
+
+
+def start_ranks(client: Client, plan: StartPlan, check: Callable[[], None] | None = None) -> Started:
+    """Place the ranks and start their processes; `check` runs meanwhile, which takes as long."""
     starting = client.connection.begin("start_ranks", client.connection.key, plan)
     if check is not None:
         check()
-    if attaching is not None:
-        client.connection.attach(attaching, within_s=spec.timeouts.start_s)
     started: Started = client.connection.finish(starting, within_s=None)
     client.connection.refresh()
-    note_own_group(client, spec, need)
     return started
 
 
@@ -205,18 +252,18 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
         stall_s = spec.timeouts.load_stall_s
         # The optimizer state of a base is of all its parameters: new adapters begin with none.
         restores = opened.adapters is not None or not isinstance(opened.model, Adapted)
-        options: dict[str, Any] = {"deadline_s": stall_s, "watch_progress": True}
-        made = client.submit_same("set_optimizer", spec.optimizer, {}, restores, **options)
+        made = client.submit_same(
+            "set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch_progress=True
+        )
         if (warning := made.result()) is not None:
             warn(warning)
-    return Loaded(report, bounds, facts)
+    return Loaded(report, bounds, facts, None if preflight is None else preflight.report())
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, spec: GroupSpec) -> LoadReport:
     """Stream a checkpoint into the ranks, with a progress bar, and return rank 0's report."""
     load = client.submit_same("load", path, deadline_s=spec.timeouts.load_stall_s, watch_progress=True)
-    progress: ProgressOption = spec.progress
-    follow(load, f"loading {opened.path}", opened.num_bytes, progress)
+    follow(load, f"loading {opened.path}", opened.num_bytes, spec.progress)
     return warned(load.result())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -133,7 +133,8 @@ class GroupPlan:
     def _ranks(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         header = ("rank", "node", "parameters", "buffers", "gradients", "optimizer", "gathered", "load", "host", "gpu")
         rows: list[Sequence[str]] = []
-        for _, equal in groupby(self.ranks, _row_key):  # adjacent ranks with equal plans on one node share a row
+        # Adjacent ranks with equal plans on one node share a row.
+        for _, equal in groupby(self.ranks, lambda one: (one.node, one.footprint, one.load_bytes, one.gathered_bytes)):
             plan, *others = equal
             held = plan.footprint
             numbers = f"{plan.rank}-{others[-1].rank}" if others else str(plan.rank)
@@ -150,10 +151,6 @@ class GroupPlan:
             amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
             rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", f"{has.gpus:g}", *map(size, amounts)))
         return header, rows
-
-
-def _row_key(one: RankPlan) -> tuple[object, ...]:
-    return one.node, one.footprint, one.load_bytes, one.gathered_bytes
 
 
 def rank_plan(
@@ -199,8 +196,9 @@ _ANSWER_S = 15.0
 
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
     """Plan a group; see `ShardedModelGroup.plan`."""
-    spec, opened, has_cluster = open_spec(spec, answer_s=_ANSWER_S, alone=nodes is not None)
-    base = opened.base
+    spec = replace(spec, timeouts=replace(spec.timeouts, start_s=_ANSWER_S))
+    spec, opened, has_cluster = open_spec(spec, alone=nodes is not None)
+    base, adapters = opened.base, opened.adapters
     if nodes is None:
         nodes = cluster_capacity(spec.placement, _ANSWER_S) if has_cluster else local_capacity()
     device_type, world_size = _choose(spec, nodes)
@@ -221,7 +219,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
         device=device_type,
         num_replicas=spec.sharding.replicate_size,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        checkpoint_bytes=opened.num_bytes,
+        checkpoint_bytes=base.num_bytes + (0 if adapters is None else adapters.num_bytes),
         optimizer=_name(spec.optimizer),
         ranks=tuple(ranks),
         nodes=node_plans,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -122,12 +122,11 @@ def _link_line(link: LinkTimes | None) -> str:
     return f"link: all-reduce {link.latency_s * 1e3:.2f} ms{broadcast}"
 
 
-def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> list[Finding]:
+def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Compare the versions of the driver and the nodes.
 
     The build (`+cpu`, `+cu128`) is not compared: the driver needs no GPU, so it may run another build.
     """
-    found = []
     names = dict.fromkeys(name for versions in (driver, *(node.versions for node in nodes)) for name in versions)
     for name in names:
         holders: dict[str, list[str]] = {}
@@ -139,8 +138,7 @@ def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> lis
         if len(holders) > 1:
             values = "; ".join(f"{version} on {', '.join(where)}" for version, where in holders.items())
             cure = "install one version everywhere, for example by Placement(runtime_env={'pip': [...]})"
-            found.append(Finding(name in MUST_AGREE, "versions", f"{name} differs: {values}; {cure}"))
-    return found
+            yield Finding(name in MUST_AGREE, "versions", f"{name} differs: {values}; {cure}")
 
 
 def _release(name: str, version: str) -> str:
@@ -148,32 +146,31 @@ def _release(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
-def check_builds(device: str, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
+def check_builds(device: str, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Yield a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
     cure = "knows no GPU: install torch's build for the GPUs there, or give device='cpu'"
-    builds = {node.node_ip: node.versions.get("torch", "") for node in nodes if device.startswith("cuda")}
-    cpu = [f"torch {build} on node {node_ip} {cure}" for node_ip, build in builds.items() if build.endswith("+cpu")]
-    return [Finding(True, "versions", message) for message in cpu]
+    for node in nodes:
+        build = node.versions.get("torch", "")
+        if device.startswith("cuda") and build.endswith("+cpu"):
+            yield Finding(True, "versions", f"torch {build} on node {node.node_ip} {cure}")
 
 
-def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return a finding for each node whose ranks would send messages over an interface that reaches no other node."""
+def check_interfaces(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Yield a finding for each node whose ranks would send messages over an interface that reaches no other node."""
     if len({node.node_ip for node in nodes}) < 2:
-        return []
-    found = []
+        return
     for node in nodes:
         name = node.chosen_interface or node.interface
         owner = f"node {node.node_ip}"
         if node.chosen_interface is not None and _is_loopback_name(node.chosen_interface):
             cure = "unset GLOO_SOCKET_IFNAME there, or set it to the interface that the other nodes reach"
-            found.append(_unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure))
+            yield _unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure)
         elif ipaddress.ip_address(node.node_ip).is_loopback or (name is not None and _is_loopback_name(name)):
             cure = "start Ray there with --node-ip-address=<address that the other nodes reach>"
-            found.append(_unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure))
+            yield _unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure)
         elif name is None:
             cure = "set GLOO_SOCKET_IFNAME there, or start Ray with an address of one of its interfaces"
-            found.append(_unreachable(f"{owner}: no network interface owns that address", cure))
-    return found
+            yield _unreachable(f"{owner}: no network interface owns that address", cure)
 
 
 def _is_loopback_name(interface: str) -> bool:
@@ -184,14 +181,13 @@ def _unreachable(what: str, cure: str) -> Finding:
     return Finding(True, "interface", f"{what}, which no other node of the group can reach: {cure}")
 
 
-def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
-    """Return findings on access to Ray itself: without a token, anyone who reaches Ray's ports can run code.
+def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> Iterator[Finding]:
+    """Yield findings on access to Ray itself: without a token, anyone who reaches Ray's ports can run code.
 
     Args:
         nodes: Facts of the nodes.
         dashboard: Address of the dashboard, from `dashboard_url`.
     """
-    found = []
     open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
     if open_nodes:
         cure = (
@@ -199,12 +195,11 @@ def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
             "RAY_AUTH_MODE=token, and restart the cluster"
         )
         where = ", ".join(dict.fromkeys(open_nodes))
-        found.append(Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}"))
+        yield Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}")
     if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
         what = f"the dashboard at {dashboard} accepts jobs from anyone who reaches it"
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
-        found.append(Finding(False, "security", f"{what}: {cure}"))
-    return found
+        yield Finding(False, "security", f"{what}: {cure}")
 
 
 def _is_loopback_host(host: str) -> bool:
@@ -233,13 +228,22 @@ class Preflight:
             thorough: True to run, on a single node too, the checks that only matter between several nodes.
         """
         self.client = client
+        self.findings: list[Finding] = []
+        """Findings of these checks, and of others."""
+        self.ports: list[str] = []
+        """See `PreflightReport`."""
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
-        self._nodes: list[NodeFacts] = []
-        self._node_ids: list[str] = []
-        self._findings: list[Finding] = []
+        self._nodes: dict[str, NodeFacts] = {}
         self._link: LinkTimes | None = None
         self._seconds = 0.0
-        self._ports: list[str] = []
+
+    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
+        """Run a command with arguments by rank, and return the ranks' values."""
+        begun = time.monotonic()
+        call = self.client.submit_each(method, arguments, deadline_s=deadline_s, collect=collect_all)
+        values: list[Any] = call.result()
+        self._seconds += time.monotonic() - begun
+        return values
 
     def nodes(self, *, with_gpus: bool = False) -> None:
         """Compare the facts that the ranks report of their nodes, before the rendezvous.
@@ -247,21 +251,16 @@ class Preflight:
         Raises:
             PreflightError: The nodes cannot work together; the error lists all findings.
         """
-        begun = time.monotonic()
         ranks = self.client.ranks
         arguments = [(info.node_ip, with_gpus) for info in ranks]
-        call = self.client.submit_each(
-            "node_facts", arguments, deadline_s=self.client.timeouts.start_s, collect=collect_all
-        )
-        facts: list[NodeFacts] = call.result()
-        self._node_ids = list(dict.fromkeys(info.node_id for info in ranks))
-        first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
-        self._nodes = [facts[first_of_node[node_id]] for node_id in self._node_ids]
-        self._findings += [*check_versions(versions_here(), facts), *check_interfaces(self._nodes)]
-        self._findings += check_builds(ranks[0].device, self._nodes)
+        facts: list[NodeFacts] = self._ask("node_facts", arguments, self.client.timeouts.start_s)
+        for info, found in zip(ranks, facts, strict=True):
+            self._nodes.setdefault(info.node_id, found)
+        nodes = list(self._nodes.values())
+        self.findings += check_versions(versions_here(), facts)
+        self.findings += [*check_interfaces(nodes), *check_builds(ranks[0].device, nodes)]
         if self._thorough:
-            self._findings += check_security(self._nodes, dashboard_url())
-        self._seconds += time.monotonic() - begun
+            self.findings += check_security(nodes, dashboard_url())
         self.report().raise_if_wrong()
 
     def link(self) -> None:
@@ -270,87 +269,66 @@ class Preflight:
         Raises:
             PreflightError: The collectives did not end within 60 s; the error says what each rank was doing.
         """
-        begun = time.monotonic()
         num_bytes = BROADCAST_BYTES if self._thorough else 0
-        arguments = [(num_bytes,)] * len(self.client.ranks)
-        call = self.client.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
         try:
-            times: list[LinkTimes] = call.result()
+            times: list[LinkTimes] = self._ask("check_link", [(num_bytes,)] * len(self.client.ranks), LINK_S)
         except CallTimeoutError as error:
             message = f"the ranks met, but a small all-reduce{' and a broadcast' * bool(num_bytes)} did not end"
             problems = [str(failure) for _, failure in sorted(error.failures.items())]
             raise PreflightError(f"{message} within {LINK_S:g} s: {error.message}", problems=problems) from error
         self._link = max(times, key=lambda link: (link.broadcast_s, link.latency_s))
-        self._seconds += time.monotonic() - begun
 
     def memory(self, optimizer: Callable[..., Any] | None) -> None:
-        """Compare free memory with the need of shards and load, once the module is built on meta.
+        """Compare free memory with the need of shards and load, once the module is built on meta; log all warnings.
 
         Raises:
             PreflightError: A node's host memory, or a rank's GPU memory, is too small.
         """
-        begun = time.monotonic()
-        findings: list[Finding] = []
+        ranks, findings = self.client.ranks, list[Finding]()
         for attempt in range(_MEMORY_TRIES):
             if attempt:
                 time.sleep(_MEMORY_PAUSE_S)  # the memory of an earlier group may not be free yet
-            arguments = [(optimizer,)] * len(self.client.ranks)
-            deadline_s = self.client.timeouts.start_s
-            call = self.client.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
-            needs: list[MemoryNeed] = call.result()
-            findings = list(check_memory(self.client.ranks, needs))
+            arguments = [(optimizer,)] * len(ranks)
+            needs: list[MemoryNeed] = self._ask("memory_need", arguments, self.client.timeouts.start_s)
+            findings = list(check_memory(ranks, needs))
             if not any(finding.is_error for finding in findings):
                 break
-        self._findings += findings
-        for number, node_id in enumerate(self._node_ids):
-            ranks = zip(self.client.ranks, needs, strict=True)
-            here = {info.device: need.device_free_bytes for info, need in ranks if info.node_id == node_id}
+        self.findings += findings
+        for node_id, facts in self._nodes.items():
+            pairs = zip(ranks, needs, strict=True)
+            here = {info.device: need.device_free_bytes for info, need in pairs if info.node_id == node_id}
             gpus = tuple(free for free in here.values() if free is not None)
-            self._nodes[number] = replace(self._nodes[number], gpu_free_bytes=gpus)
-        self._seconds += time.monotonic() - begun
-        self.report().raise_if_wrong()
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        """Add findings of other checks."""
-        self._findings += findings
-
-    def listened(self, who: str, host: str, port: int) -> None:
-        """Add where somebody listened for the ranks."""
-        self._ports.append(f"{who} listened at {host}:{port}")
+            self._nodes[node_id] = replace(facts, gpu_free_bytes=gpus)
+        report = self.report()
+        report.raise_if_wrong()
+        for finding in report.warnings:
+            _log.warning("preflight: %s: %s", finding.subject, finding.message)
 
     def report(self) -> PreflightReport:
         """Return the report of the checks so far, errors first."""
-        findings = tuple(sorted(self._findings, key=lambda finding: not finding.is_error))
-        return PreflightReport(tuple(self._nodes), self._link, findings, self._seconds, tuple(self._ports))
-
-    def finish(self) -> PreflightReport:
-        """Return the report of a group that has passed the preflight, and log its warnings."""
-        report = self.report()
-        for finding in report.warnings:
-            _log.warning("preflight: %s: %s", finding.subject, finding.message)
-        return report
+        findings = tuple(sorted(self.findings, key=lambda finding: not finding.is_error))
+        return PreflightReport(tuple(self._nodes.values()), self._link, findings, self._seconds, tuple(self.ports))
 
 
-def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
+def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterator[Finding]:
     """Compare need and have: host memory by node, GPU memory by GPU.
 
     Args:
         ranks: Infos by rank.
         needs: Memory needs by rank.
     """
-    nodes: dict[str, list[int]] = {}
+    hosts: dict[str, list[int]] = {}
+    gpus: dict[tuple[str, str], list[int]] = {}
     for info in ranks:
-        nodes.setdefault(info.node_id, []).append(info.rank)
-    for members in nodes.values():
+        hosts.setdefault(info.node_id, []).append(info.rank)
+        gpus.setdefault((info.node_id, info.device), []).append(info.rank)
+    for members in hosts.values():
         free = min(needs[rank].host_free_bytes for rank in members)
         load = sum(needs[rank].host_bytes for rank in members)
         training = sum(needs[rank].host_training_bytes for rank in members)
         named = f"ranks {', '.join(map(str, members))} on node {ranks[members[0]].node_ip}"
         cure = "spread the ranks over more nodes, or load in a narrower dtype"
         yield from _short(f"host memory of {named}", load, training, free, cure)
-    gpus: dict[tuple[str, str], list[int]] = {}
-    for info in ranks:
-        gpus.setdefault((info.node_id, info.device), []).append(info.rank)
     for (_, device), members in gpus.items():
         gpu_free = [found for rank in members if (found := needs[rank].device_free_bytes) is not None]
         if gpu_free:
@@ -363,7 +341,7 @@ def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iter
             yield from _short(named, load, training, min(gpu_free), cure)
 
 
-def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterable[Finding]:
+def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterator[Finding]:
     if load > free:
         amounts = f"{size(load)} are needed for shards and load, {size(free)} are free"
         yield Finding(True, "memory", f"{what}: {amounts}: short by {size(load - free)}; {cure}")

@@ -12,7 +12,7 @@ from raysharding.checkpoint.writing import newest_after, remove_unfinished
 from raysharding.errors import GroupError
 from raysharding.group.calls import Client, UndoOnInterrupt, is_committed
 from raysharding.group.launch.launch import RunningGroup, make
-from raysharding.group.launch.spec import GroupSpec, open_spec
+from raysharding.group.launch.spec import open_spec
 from raysharding.group.messages import FilesRecord, GroupState
 from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
@@ -38,21 +38,13 @@ class RestartReport:
         return html_report("restarted", html_rows((), [*rows, ("time", f"{self.seconds:.2f} s")]))
 
 
-def restart(
-    running: RunningGroup,
-    *,
-    checkpoint: str | None,
-    world_size: int | None,
-) -> tuple[RunningGroup, RestartReport]:
+def restart(running: RunningGroup, *, checkpoint: str | None, world_size: int | None) -> RestartReport:
     """Restart a group; see `ShardedModelGroup.restart`.
 
     Args:
-        running: The group.
+        running: The group, whose spec and facts become those of the new ranks.
         checkpoint: The user's argument.
         world_size: The user's argument.
-
-    Returns:
-        The group as it runs now, and the report of the restart.
     """
     begun = time.monotonic()
     client = running.client
@@ -65,8 +57,7 @@ def restart(
         )
     Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": client.name})
     why = _why(running, checkpoint, world_size)
-    spec: GroupSpec = client.connection.ask("spec").unpack()
-    spec = replace(spec, timeouts=running.spec.timeouts, progress=running.spec.progress)
+    spec = replace(running.stored_spec(), timeouts=running.spec.timeouts, progress=running.spec.progress)
     spec = spec if world_size is None else replace(spec, world_size=world_size)
     spec.check()
     with UndoOnInterrupt():
@@ -93,9 +84,10 @@ def restart(
             )
             client.connection.refresh()
             raise
+    running.spec, running.loaded = fresh.spec, fresh.loaded
     if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == loaded:
         why += f"; the adapters are new ones: {loaded} holds none"
-    return fresh, RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
+    return RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
 
 
 def _settle(client: Client, record: FilesRecord) -> FilesRecord:

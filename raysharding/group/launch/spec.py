@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import ray
@@ -199,11 +198,6 @@ class GroupSpec:
         return access_to(self.checkpoint, self.model.base if isinstance(self.model, Adapted) else None)
 
 
-def local_path(checkpoint: str) -> str | None:
-    """Return the file-system path of a checkpoint, `None` for a remote URI."""
-    return None if is_remote(checkpoint) else normal_path(checkpoint)
-
-
 Opener = Callable[[str], Checkpoint]
 """`open_checkpoint`, or `open_config` for random weights."""
 
@@ -214,8 +208,7 @@ def open_here(checkpoint: str, opener: Opener) -> Checkpoint | None:
     Raises:
         CheckpointError: The checkpoint is not valid, or of an unsupported kind.
     """
-    path = local_path(checkpoint)
-    return opener(checkpoint) if path is None or _is_there(path) else None
+    return opener(checkpoint) if is_remote(checkpoint) or _is_there(normal_path(checkpoint)) else None
 
 
 def _is_there(path: str) -> bool:
@@ -239,8 +232,7 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
     Raises:
         CheckpointError: No node sees the path, or the checkpoint is not valid.
     """
-    path = local_path(checkpoint)
-    assert path is not None, "a remote URI is opened on the driver"
+    path = normal_path(checkpoint)
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     silent: dict[str, str] = {}
     for node_id, answer in ask_nodes(_open_if_there, dict.fromkeys(nodes, (opener, path)), start_s):
@@ -265,12 +257,11 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
 def _open_if_there(wanted: tuple[Opener, str]) -> bytes | RayshardingError | None:
     """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
     opener, path = wanted
-    if not _is_there(path):
-        return None
     try:
-        return opener(path).to_json()
+        opened = open_here(path, opener)
     except RayshardingError as error:
         return error
+    return None if opened is None else opened.to_json()
 
 
 @dataclass(frozen=True)
@@ -284,20 +275,14 @@ class Opened:
     adapters: Checkpoint | None
     """The adapters that are loaded after the base; `None` without adapters."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to load."""
-        return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
 
-
-def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
+def open_spec(spec: GroupSpec, *, alone: bool = False) -> tuple[GroupSpec, Opened, bool]:
     """Check a spec and open its checkpoint: in this process, or on the first node of the cluster that sees its path.
 
     Starts no cluster: what is wrong with the arguments or the files is found without Ray where this machine sees them.
 
     Args:
         spec: The group's spec.
-        answer_s: Deadline for the nodes' answers. Default: `Timeouts.start_s`.
         alone: True to join no cluster that is announced.
 
     Returns:
@@ -310,27 +295,23 @@ def open_spec(spec: GroupSpec, *, answer_s: float | None = None, alone: bool = F
     spec.check()
     spec = spec.located()
     opener: Opener = open_config if spec.random_weights else open_checkpoint
-    opened = _opened(spec, partial(open_here, opener=opener))
-    is_joined = not alone and join_announced()
-    if opened is None and is_joined:
-        start_s = spec.timeouts.start_s if answer_s is None else answer_s
-        opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
-    elif opened is None:
-        opened = _opened(spec, opener)  # a cluster of this machine alone would see no more than this process
-    assert opened is not None, "an opener raises if the path is not there"
-    return spec, opened, is_joined
 
-
-def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
-    def open_overridden(path: str) -> Checkpoint | None:
-        found = open_one(path)
-        if found is None or found.adapter is not None or spec.config_overrides is None:
+    def open_anywhere(path: str) -> Checkpoint:
+        found = open_here(path, opener)
+        if found is None and not alone and join_announced():
+            found = open_on_a_node(path, opener, spec.timeouts.start_s)
+        if found is None:
+            found = opener(path)  # it raises: a cluster of this machine alone would see no more than this process
+        if found.adapter is not None or spec.config_overrides is None:
             return found
         return override_config(found, spec.config_overrides)
 
-    given = open_overridden(spec.checkpoint)
-    if given is None:
-        return None
+    opened = _opened(spec, open_anywhere)
+    return spec, opened, not alone and join_announced()
+
+
+def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint]) -> Opened:
+    given = open_one(spec.checkpoint)
     if given.adapter is None:
         if spec.base is not None:
             raise ValueError(f"base={spec.base!r}, but {given.path} holds no LoRA adapters alone: leave base out")
@@ -340,9 +321,7 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         return Opened(model, given, None)
     adapted = Adapted.of_files(spec.model, given)
     base = adapted.base or spec.base or _named_base(given)
-    opened = open_overridden(base)
-    if opened is None:
-        return None
+    opened = open_one(base)
     if opened.adapter is not None:
         what = f"their base model, {base}, holds adapters as well: give base=, the path of a whole model"
         raise CheckpointError(what, path=given.path)
@@ -369,7 +348,7 @@ def _named_base(adapters: Checkpoint) -> str:
 
 
 def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
-    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of adapters.
+    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of its adapters.
 
     The ranks check a callable's model instead, before data moves, because the callable may need resources that only
     the ranks have. The ranks also check the model if this process lacks a package that the model needs.
@@ -388,26 +367,17 @@ def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
             return
         raise
     if adapters is not None:
-        check_adapters(module, adapters)
+        names = AdapterNames.of(module)
+        assert names is not None, "the model is built with adapters"
+        names.check(adapters)
+        keys = map_keys(module, adapters.tensors, None)
+        problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
+        # Parameters of the base are not missing: the base is loaded before the adapters.
+        problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
+        if problems:
+            raise misfit(adapters.path, problems)
     if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
         wrap_groups(module, sharding)
-
-
-def check_adapters(module: nn.Module, adapters: Checkpoint) -> None:
-    """Compare adapters with a model on meta that was built with adapters.
-
-    Raises:
-        PlanError: The adapters differ from the model's; the error lists every mismatch.
-    """
-    names = AdapterNames.of(module)
-    assert names is not None, "the model is built with adapters"
-    names.check(adapters)
-    keys = map_keys(module, adapters.tensors, None)
-    problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
-    # Parameters of the base are not missing: the base is loaded before the adapters.
-    problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
-    if problems:
-        raise misfit(adapters.path, problems)
 
 
 def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:

@@ -1,16 +1,22 @@
-"""`start_controller`: starts the actor that will own a group, under the group's name; `find_controller` finds it."""
+"""`start_controller`: starts the actor that will own a group, under the group's name; `find_controller` finds it.
+
+`own_groups`: the groups of this process. Whoever makes another one may want their resources, or a name of theirs: in a
+notebook a cell that makes a group is run again while its earlier group still exists.
+"""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raysharding.checkpoint.storage import normal_path
 from raysharding.errors import GroupError
+from raysharding.group.calls import Client
 from raysharding.group.cluster import (
     NAMESPACE,
     able_nodes,
@@ -20,18 +26,37 @@ from raysharding.group.cluster import (
     name_taken,
     own_node_id,
     rank_need,
+    show_resources,
     started_cluster,
     warn,
 )
 from raysharding.group.controller import REMOTE_CONTROLLER, Identity
-from raysharding.group.launch.own_groups import end_own_groups
 from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.messages import GroupState
 
 _MAX_CALLS = 100_000
 """Calls of all drivers that the controller holds at once: each waits in it until it has ended."""
 _END_S = 40.0
 _GONE_S = 10.0
 _LOOK_S = 0.05
+_own: WeakKeyDictionary[Client, GroupSpec] = WeakKeyDictionary()
+
+
+def note_own_group(client: Client, spec: GroupSpec) -> None:
+    """Note a group of this process."""
+    _own[client] = spec
+
+
+def own_groups() -> tuple[str, ...]:
+    """Return a line for each group of this process that holds resources; the last line says how to end them."""
+    held = []
+    for client, spec in list(_own.items()):
+        if client.state in (GroupState.READY, GroupState.BUSY):
+            need = rank_need(client.ranks[0].device.partition(":")[0], spec.placement)
+            holds = f"{len(client.ranks)} x {show_resources(need)} ({spec.checkpoint}, {client.state.value})"
+            held.append(f"this program's own {client.name} holds {holds}")
+    cure = "end it by its shutdown(), or make the new one with name= and replace=True, which ends that of the same name"
+    return (*held, cure) if held else ()
 
 
 def start_controller(spec: GroupSpec, *, replace: bool = False) -> Any:
@@ -112,7 +137,8 @@ def _claim_name(name: str, *, replace: bool) -> None:
         cure = "to keep it, start a cluster by `ray start --head` and join it by ray.init('auto')"
         warn(f"name={name!r}: {what}: {cure}")
     if replace:
-        end_own_groups(name)
+        for client in [client for client, spec in list(_own.items()) if spec.name == name]:
+            client.shutdown()
         _end_other(name)
     if name in group_names():
         raise name_taken(name)

@@ -301,11 +301,11 @@ def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pyt
     calls = []
     for _ in range(8):
         calls.append(group.call.remote(lambda tensor: tensor.numel(), torch.zeros(100_000)))
-        assert group._client._num_bytes < 2_000_000
+        assert group._client.connection.num_bytes < 2_000_000
     assert time.monotonic() - begun > 0.2, "remote() waits for room"
     assert first.done()
     assert [call.result() for call in calls] == [[100_000] * 2] * 8
-    assert group._client._num_bytes == 0
+    assert group._client.connection.num_bytes == 0
 
 
 def test_a_callback_that_would_wait_is_refused_at_once(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from raysharding import CallTimeoutError, PlanError, RendezvousError
 from raysharding.errors import GroupError, RayshardingError
 from raysharding.group import RankInfo
-from raysharding.group.calls.outcomes import raised_by
+from raysharding.group.calls.connection import raised_by
 from raysharding.group.controller.failures import (
     Observed,
     all_alike,
