@@ -183,8 +183,7 @@ class Worker:
             RuntimeError: On all ranks of the target: the copy failed.
         """
         with self.status.running("plan", "copy_to" if spec.is_source else "copy_from"):
-            for token in self._copies.keys() - set(spec.kept):
-                self._forget_copy(token)
+            self._forget_copies(spec)
             copy = self._copies.get(spec.token)
             if copy is None:
                 copy = self._copies[spec.token] = WeightCopy(spec, self.rank, node_ip)
@@ -208,6 +207,17 @@ class Worker:
         for copy in list(self._copies.values()):
             if copy.running == key:
                 copy.stop()
+
+    def _forget_copies(self, spec: CopySpec) -> None:
+        """Forget what the driver of a copy does, and of the pair's other drivers, which may be gone, all but the last.
+
+        Both groups of a pair run its copies in one order, so they forget the same.
+        """
+        of_driver = {token for token, copy in self._copies.items() if copy.spec.driver == spec.driver}
+        of_others = [token for token, copy in self._copies.items() if copy.spec.pair == spec.pair]
+        of_others = [token for token in of_others if token not in of_driver]
+        for token in (*(of_driver - set(spec.kept)), *of_others[:-1]):
+            self._forget_copy(token)
 
     def _forget_copy(self, token: str) -> None:
         copy = self._copies.pop(token, None)

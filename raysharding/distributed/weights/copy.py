@@ -55,6 +55,8 @@ class WeightCopy:
     """
 
     def __init__(self, spec: CopySpec, rank: int, node_ip: str) -> None:
+        self.spec = spec
+        """The first copy."""
         self._is_source = spec.is_source
         self._rank = rank
         self._node_ip = node_ip

@@ -15,6 +15,10 @@ class CopySpec:
     """Identifies a pair of groups, whose connections and plan the ranks keep."""
     number: int
     """Number of this copy between the pair."""
+    driver: str
+    """Identifies the process that asks for the copy."""
+    pair: str
+    """Identifies source, target, and if adapters are merged: all that the tokens of several drivers have in common."""
     is_source: bool
     """True on the ranks of the group that the weights come from."""
     address: StoreAddress
@@ -35,7 +39,7 @@ class CopySpec:
     staged: bool = False
     """True if the target receives beside its own weights."""
     kept: tuple[str, ...] = ()
-    """Tokens of all pairs that the driver knows; the ranks forget the others, whose other group is gone."""
+    """Tokens of all pairs that the driver knows; the ranks forget its others, whose other group is gone."""
 
     @property
     def key(self) -> str:

@@ -13,7 +13,9 @@ from raysharding.distributed.comm import StoreAddress
 from raysharding.distributed.weights import CopyReport, CopySpec
 from raysharding.errors import GroupError
 from raysharding.group.calls import Call, Client, Collect
+from raysharding.group.cluster import actor_id
 from raysharding.group.messages import GroupState
+from raysharding.group.ranks import RankInfo
 from raysharding.units import MIB
 
 _ANSWER_S = 30.0
@@ -35,6 +37,8 @@ class WeightPath:
     """True if adapters are merged on the way."""
     address: StoreAddress
     """Store of the source."""
+    ranks: tuple[tuple[RankInfo, ...], ...]
+    """Where the ranks of both ran when the path was made; another driver may have restarted a group since."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Identifies the path on the ranks."""
     is_closed: bool = False
@@ -45,9 +49,12 @@ class WeightPath:
     def is_usable(self) -> bool:
         """Return True if the ranks of both groups can still have it."""
         gone = (GroupState.BROKEN, GroupState.CLOSED)
-        return not self.is_closed and not any(one.state in gone for one in (self.source, self.target))
+        clients = self.source, self.target
+        is_there = self.ranks == tuple(one.ranks for one in clients) and not any(one.state in gone for one in clients)
+        return is_there and not self.is_closed
 
 
+_DRIVER = secrets.token_hex(8)
 _paths: list[WeightPath] = []
 """Paths of this process. The ranks of a group keep the buffers of those that begin or end at it."""
 
@@ -71,13 +78,15 @@ def submit_copy(
     found = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
     path = next(found, None)
     if path is None:
-        path = WeightPath(source, target, merge, _store_address(source))
+        path = WeightPath(source, target, merge, _store_address(source), (source.ranks, target.ranks))
         _paths.append(path)
     path.number += 1
     spec = partial(
         CopySpec,
         token=path.token,
         number=path.number,
+        driver=_DRIVER,
+        pair=f"{actor_id(source.connection.controller)}/{actor_id(target.connection.controller)}/{merge}",
         address=path.address,
         num_sources=len(source.ranks),
         num_targets=len(target.ranks),

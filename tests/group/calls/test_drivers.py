@@ -67,6 +67,15 @@ def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_a_copy_goes_to_the_ranks_that_another_driver_has_restarted(checkpoint: Path) -> None:
+    with make_group(checkpoint, world_size=1) as source, make_group(checkpoint, world_size=1, name="shared") as target:
+        assert source.copy_to(target).is_planned
+        assert not source.copy_to(target).is_planned
+        ShardedModelGroup.attach("shared").restart(world_size=2)
+        assert source.copy_to(target).is_planned, "with the new ranks"
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_the_optimizer_that_one_driver_sets_is_that_of_the_others_also_after_their_restart(checkpoint: Path) -> None:
     with make_group(checkpoint, name="both") as first:
         with pytest.raises(ValueError, match="needs an optimizer"):
