@@ -10,7 +10,7 @@ import ray
 
 from raysharding.errors import GroupError
 from raysharding.group.calls.client import Client
-from raysharding.group.cluster import ask_nodes
+from raysharding.group.cluster import ask_nodes, own_node_id
 
 STATUS_S = 2.0
 """Deadline of the ranks' replies to `rank_statuses`, in seconds."""
@@ -45,6 +45,8 @@ def read_log(client: Client, rank: int, num_lines: int) -> str:
     info, log_paths = snapshot.ranks[rank], snapshot.log_paths[rank]
     if not log_paths:
         return "Ray keeps no log files of this rank\n"
+    if info.node_id == own_node_id():
+        return _tails((log_paths, num_lines))  # without the start of a process
     # A task on the node, because the rank may be dead or stopped.
     ((_, answer),) = ask_nodes(_tails, {info.node_id: (log_paths, num_lines)}, _READ_S)
     if isinstance(answer, ray.exceptions.RayError):
