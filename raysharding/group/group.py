@@ -1312,7 +1312,7 @@ class ShardedModelGroup:
         # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
             path = None if checkpoint is None else os.fspath(checkpoint)
-            return restart(self._running, checkpoint=path, world_size=world_size)
+            return restart(self._running, checkpoint=path, world_size=world_size, claim=self._fits.claim)
 
     @blocking
     def stacks(self) -> dict[int, str]:

@@ -105,7 +105,7 @@ class Trainer:
         factory: Callable[..., torch.optim.Optimizer],
         kwargs: Mapping[str, Any] | None = None,
         restore: bool = False,
-    ) -> str | None:
+    ) -> None:
         """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
 
         Args:
@@ -113,9 +113,6 @@ class Trainer:
             kwargs: Keyword arguments for `factory`.
             restore: Also restore the optimizer's state, the random generators and the position in the data, if the
                 checkpoint that was loaded last is a save by raysharding that holds these. Collective in that case.
-
-        Returns:
-            See `new_warning`.
 
         Raises:
             ValueError: `factory` did not return a torch optimizer.
@@ -128,7 +125,6 @@ class Trainer:
                 if state is not None:
                     state.run(self._status.loading, self._status.follow, self._status.stall_s)
                     self.position = load_training(self._status.loaded)
-        return self.new_warning()
 
     def set_scheduler(self, schedule: Schedule) -> tuple[str, str]:
         """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.

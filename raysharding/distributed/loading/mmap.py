@@ -45,7 +45,6 @@ def map_tensors(
 
     Raises:
         CheckpointError: A file cannot be mapped.
-        ValueError: A file was truncated after its headers were read.
     """
     maps: dict[int, mmap.mmap] = {}
     mapped = {}
@@ -54,7 +53,11 @@ def map_tensors(
             maps[extent.file] = _map(files[extent.file])
         start, stop = layout.local_range(shard_index)
         offset = extent.offset + (start - extent.start) * layout.dtype.itemsize
-        flat = torch.frombuffer(maps[extent.file], dtype=layout.dtype, count=stop - start, offset=offset)
+        try:
+            flat = torch.frombuffer(maps[extent.file], dtype=layout.dtype, count=stop - start, offset=offset)
+        except ValueError as error:
+            what = f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was truncated meanwhile"
+            raise CheckpointError(what, path=files[extent.file].path, tensor=extent.key) from error
         shape = layout.shape
         if layout.num_shards:
             shape = (shape[0] // layout.num_shards, *shape[1:])

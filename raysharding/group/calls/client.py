@@ -152,8 +152,9 @@ class Client:
 
     def release_claim(self, key: str) -> None:
         """End a claim. Waits for the controller's answer: Ray may bring it what this driver sends next before this."""
-        if self.connection.has_ray() and self.connection.snapshot.state is not GroupState.CLOSED:
-            with suppress(GroupError):  # a controller that is gone holds no claim
+        # A controller that is gone holds no claim, and one that a signal has stopped would keep this waiting.
+        if self.connection.is_connected() and self.connection.snapshot.state is not GroupState.CLOSED:
+            with suppress(GroupError):
                 self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
 
     def interrupt_soon(self, source: str) -> Stopping:

@@ -246,6 +246,10 @@ class Connection:
         """Return True if the Ray session of the group is still connected; after a new `ray.init()` it is not."""
         return ray_session() == self._session
 
+    def is_connected(self) -> bool:
+        """Return False from the loss of the controller, or of Ray, to the connection to the next controller."""
+        return self.has_ray() and self._connected.is_set()
+
     def close(self) -> None:
         """End this connection: for this driver the group is CLOSED."""
         self.take(replace(self.snapshot, state=GroupState.CLOSED))

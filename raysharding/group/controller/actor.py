@@ -239,8 +239,12 @@ class GroupController:
             what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
             self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
-    async def begin_restart(self, driver: str) -> FilesRecord:
+    async def begin_restart(self, driver: str, claim: tuple[str, str] | None) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
+
+        Args:
+            driver: The driver.
+            claim: Kind and key of the claim of its run, which a controller in place of one that died does not know.
 
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
@@ -254,10 +258,12 @@ class GroupController:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
-        if self._ranks is not None:
-            await self._ranks.stop()
+        if claim is not None and (refused := self._drivers.take_claim(self._drivers[driver], *claim)) is not None:
+            raise refused
         self._status.begin(driver)
         self._bump()
+        if self._ranks is not None:
+            await self._ranks.stop()
         return self._record.files
 
     async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:

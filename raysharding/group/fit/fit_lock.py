@@ -28,7 +28,7 @@ class FitLock:
     def __init__(self) -> None:
         """Begin unlocked."""
         self._lock = threading.Lock()
-        self._running: object | None = None
+        self._running: str | None = None
         self._what = "fit"
         self._is_interrupted = False
         self.last_report: FitReport | None = None
@@ -50,6 +50,11 @@ class FitLock:
     def is_running(self) -> bool:
         """True while a `fit` or `predict` runs."""
         return self._running is not None
+
+    @property
+    def claim(self) -> tuple[str, str] | None:
+        """Kind and key of the claim; a restart takes it again, because a controller that is new has none."""
+        return None if self._running is None else (self._what, self._running)
 
     @contextmanager
     def running(self, client: Client, what: str = "fit") -> Iterator[None]:

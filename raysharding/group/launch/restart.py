@@ -38,13 +38,16 @@ class RestartReport:
         return html_report("restarted", html_rows((), [*rows, ("time", f"{self.seconds:.2f} s")]))
 
 
-def restart(running: RunningGroup, *, checkpoint: str | None, world_size: int | None) -> RestartReport:
+def restart(
+    running: RunningGroup, *, checkpoint: str | None, world_size: int | None, claim: tuple[str, str] | None = None
+) -> RestartReport:
     """Restart a group; see `ShardedModelGroup.restart`.
 
     Args:
         running: The group, whose spec and facts become those of the new ranks.
         checkpoint: The user's argument.
         world_size: The user's argument.
+        claim: Kind and key of the claim of the run that restarts the group.
     """
     begun = time.monotonic()
     client = running.client
@@ -61,7 +64,7 @@ def restart(running: RunningGroup, *, checkpoint: str | None, world_size: int | 
     spec = spec if world_size is None else replace(spec, world_size=world_size)
     spec.check()
     with UndoOnInterrupt():
-        record: FilesRecord = client.connection.ask("begin_restart", client.connection.key, within_s=_STOP_S)
+        record: FilesRecord = client.connection.ask("begin_restart", client.connection.key, claim, within_s=_STOP_S)
         try:
             record = _settle(client, record)
             origin = record.origin

@@ -193,6 +193,11 @@ class RankCommands:
     restore_generators = staticmethod(restore_random_state)
     """Restore the random generators."""
 
+    def set_optimizer(self, *args: Any) -> str | None:
+        """Make the optimizer; return a warning for the user. Collective if its state is restored."""
+        self._worker.trainer.set_optimizer(*args)
+        return self._worker.trainer.new_warning()
+
     def evaluate(self, plan: EvaluationPlan | None) -> Step:
         """Start to compute loss and metrics over data; collective."""
         self._evaluation = self._worker.trainer.evaluate(plan)

@@ -68,7 +68,7 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
         # The branch moves; a reload stays at the commit, also by a driver that has only the record.
         (tmp_path / "llama" / "model.safetensors").write_bytes(b"nothing")
         hub.push(ID, tmp_path / "llama")
-        record = read_record("of-the-hub")
+        _, spec, _ = record = read_record("of-the-hub")
         group = ShardedModelGroup.attach("of-the-hub")
         report = group.restart(world_size=1)
         assert report.checkpoint == f"hf://{ID}@{commit}"
@@ -76,7 +76,7 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
 
         told = [caplog.text, repr(group), str(group.load_report), str(report), str(group.status())]
         assert not any(TOKEN in text for text in told)
-        assert TOKEN.encode() not in pickle.dumps(record) + pickle.dumps(record.spec.unpack())
+        assert TOKEN.encode() not in pickle.dumps(record) + pickle.dumps(spec.unpack())
         logs = Path(ray._private.worker._global_node.get_logs_dir_path())
         assert not [path for path in logs.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
         group.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import ray
 import torch
 
 from raysharding.batch import Out, RankBatch
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading, Sharding
 from raysharding.group.messages import (
     COMMAND_BYTES,
     RESULT_BYTES,
@@ -26,6 +29,7 @@ from raysharding.group.messages import (
 )
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, RankActor, Title
 from raysharding.group.ranks import RankInfo
+from tests.conftest import make_mlp
 
 RANK: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
 _numbers = count(1)
@@ -50,13 +54,15 @@ def value(answer: tuple[Response, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def actor(cluster: None) -> Iterator[Any]:
-    """A group of one rank that has joined."""
+def actor(cluster: None, checkpoint: Path) -> Iterator[Any]:
+    """A group of one rank that has joined, and built its module."""
     made = RANK.options(num_cpus=0).remote(Title("model", "group a", 0), 60.0)
     ip = ray.util.get_node_ip_address()
     address = value(run(made, Command("serve_store", next(_numbers), pack_same("serve_store", ip, 30.0, None))))
     place = Assignment(RankInfo(0, "node", ip, 0, 0, "cpu"), 1, "", False, 1, 30.0, 30.0, 30.0)
     assert run(made, Command("join", next(_numbers), pack_same("join", place, address)))[0].error is None
+    build = pack_same("build", make_mlp(), open_checkpoint(checkpoint).to_json(), Sharding(), Loading())
+    assert run(made, Command("build", next(_numbers), build))[0].error is None
     yield made
     ray.kill(made, no_restart=True)
 
