@@ -77,8 +77,13 @@ def test_a_result_does_not_pass_through_the_controller(own: tuple[ShardedModelGr
 
 def test_small_calls_leave_nothing_in_the_controller(own: tuple[ShardedModelGroup, int]) -> None:
     group, controller = own
+
+    def queue() -> None:
+        for _ in range(10):
+            calls = [group.call.remote(int) for _ in range(100)]
+            assert all(call.result() == [0, 0] for call in calls)
+
+    queue()  # Ray's and Python's own pools of memory grow with the first calls, to 20 MiB
     peak = PeakMemory(controller)
-    for _ in range(10):
-        calls = [group.call.remote(int) for _ in range(100)]
-        assert all(call.result() == [0, 0] for call in calls)
-    assert peak.growth() < ROOM
+    queue()
+    assert peak.growth() < ROOM // 2, "8 KiB a call would be seen"
