@@ -56,7 +56,7 @@ def value(answer: tuple[Response, Any]) -> Any:
 @pytest.fixture(scope="module")
 def actor(cluster: None, checkpoint: Path) -> Iterator[Any]:
     """A group of one rank that has joined, and built its module."""
-    made = RANK.options(num_cpus=0).remote(Title("model", "group a", 0), 60.0)
+    made = RANK.options(num_cpus=0).remote(Title("model", "group a", 0), 600.0)
     ip = ray.util.get_node_ip_address()
     address = value(run(made, Command("serve_store", next(_numbers), pack_same("serve_store", ip, 30.0, None))))
     place = Assignment(RankInfo(0, "node", ip, 0, 0, "cpu"), 1, "", False, 1, 30.0, 30.0, 30.0)
