@@ -33,7 +33,7 @@ from typing import Any
 WORLD_SIZE = 2
 STEPS = {
     "checkpoint located and opened": ("open_spec",),
-    "controller and ranks started, model checked": ("start_controller", "_start"),
+    "controller and ranks started, model checked": ("start_controller", "start_ranks"),
     "preflight": ("Preflight.nodes", "Preflight.link", "Preflight.memory"),
     "rendezvous": ("rendezvous",),
     "load": ("_load",),
