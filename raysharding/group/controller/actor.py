@@ -375,7 +375,8 @@ class GroupController:
 
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
         self._resets_next = verdict.resets_next
-        if verdict.broken_by is not None and self._status.is_usable:
+        # A call that has ended was of ranks that are stopped: perhaps a restart makes others already.
+        if verdict.broken_by is not None and self._status.is_usable and not call.ended.done():
             self._break(verdict.broken_by, but=call)
         elif self._status.state is GroupState.BUSY and len(self._queue) == 1:
             self._status.move(GroupState.READY)
@@ -419,6 +420,7 @@ class GroupController:
             but: A call that ends by itself.
         """
         self._status.fail(error)
+        self._resets_next = False  # new ranks have nothing to reset
         if self._ranks is not None:
             self._ranks.stop()
         self._drivers.end_accumulation()

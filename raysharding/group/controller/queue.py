@@ -164,6 +164,8 @@ class CallQueue:
         cancelled = [call for call in self._waiting if driver is None or call.driver is driver]
         for call in cancelled:
             self._waiting.remove(call)
+            if call.opened is not None:
+                self._drivers.release_claim(call.opened)
             call.end(outcome)
         return len(cancelled)
 
@@ -198,6 +200,9 @@ class CallQueue:
                 return
             if submission.joint is not None:
                 await self._pair(call, submission.joint)
+                if (refused := self._status.refusal(driver.key)) is not None:  # the group broke meanwhile
+                    call.end(Outcome(error=refused))
+                    return
             if submission.opens_claim is not None and self._drivers.claim is None:
                 call.opened = submission.opens_claim[1]
                 self._drivers.take_claim(driver, *submission.opens_claim)
