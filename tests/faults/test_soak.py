@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -109,3 +110,30 @@ def test_queued_forwards_take_bounded_memory(group: ShardedModelGroup, num_calls
     assert anonymous_bytes() - before < room
     assert store_bytes() - in_store < 16 * MIB
     calls.clear()
+
+
+@pytest.mark.timeout(120)
+def test_buckets_of_a_state_dict_leave_the_object_store_as_the_driver_takes_them(checkpoint: Path) -> None:
+    def make_large() -> None:
+        """On the rank: let a state dict be of 16 buckets of 4 MiB, a few while Ray's own sweep removes what goes."""
+        import time
+
+        import torch
+
+        from raysharding.worker import Worker
+
+        def buckets(worker: Any, keys: Any) -> Any:
+            for number in range(16):
+                time.sleep(0.3)
+                yield {str(number): torch.full((1 << 20,), float(number))}
+
+        setattr(Worker, "state_dict", buckets)  # noqa: B010 - mypy refuses an assignment
+
+    with make_group(checkpoint, world_size=1) as group:
+        group.call(make_large)
+        before, most = store_bytes(), 0.0
+        call = group.state_dict.remote()
+        while not call.wait(0.05):
+            most = max(most, store_bytes() - before)
+        assert [float(tensor.mean()) for tensor in call.result().values()] == list(range(16))
+    assert 4 * MIB <= most <= 40 * MIB, "64 MiB, if all are held to the end"

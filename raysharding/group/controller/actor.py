@@ -112,8 +112,9 @@ class GroupController:
         if self._record.spec is not None:
             self._status.ready()
             self._status.fail(GroupError(f"{identity.title}: its controller died, and the ranks with it"))
-        if self._record.spec is None or not identity.is_named:
-            timer = threading.Timer(_ATTACH_S, self._end_unattached)
+        is_lasting = self._record.spec is not None and identity.is_named
+        if (attach_s := identity.lease_s if is_lasting else _ATTACH_S) is not None:
+            timer = threading.Timer(attach_s, self._end_unattached)
             timer.daemon = True
             timer.start()
 
@@ -197,6 +198,8 @@ class GroupController:
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
         await self._record.keep(spec, loaded, reloaded)
+        if not self._status.is_usable:  # it broke, or was shut down, meanwhile
+            raise self._status.refusal("") or closed(self._identity.title)
         self._status.ready()
         self._bump()
 
@@ -454,7 +457,7 @@ class GroupController:
         os._exit(1)  # without its GCS Ray kills nothing
 
     def _end_unattached(self) -> None:
-        """End this actor on a thread if its driver died before it attached: nobody knows a detached actor then."""
+        """End this actor on a thread if no driver has attached in time: its lease begins when one has."""
         if not self._was_attached:
             ray.kill(ray.get_runtime_context().current_actor)
 

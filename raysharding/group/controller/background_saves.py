@@ -66,4 +66,5 @@ class BackgroundSaves:
                 self.bytes_done[save.token] = status.bytes_done
             await asyncio.sleep(_POLL_S)
         # The ranks may have committed it before they ended: the files say so, where they are seen.
-        return GroupError("the save was lost with its ranks")
+        why = f"rank {min(ranks.dead)} died" if ranks.dead else "they were stopped"
+        return GroupError(f"the save was lost with its ranks: {why}")

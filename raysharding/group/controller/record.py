@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from raysharding.errors import GroupError
 from raysharding.group.cluster import delete_record, read_record, write_record
@@ -28,6 +30,8 @@ class Record:
         """
         self._key = key
         self._title = title
+        self._writer = ThreadPoolExecutor(1, "record")
+        """One thread: an older write, also one that was given up, never comes after a newer one."""
         self.files = FilesRecord(origin)
         """Which files hold the model, by the saves and loads in the order in which the ranks run them."""
         self.spec: Packed | None = None
@@ -88,13 +92,16 @@ class Record:
 
     async def delete(self) -> None:
         """Remove the record, if the GCS answers."""
-        await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(delete_record, self._key))], timeout=_KV_S)
+        await asyncio.wait([self._in_order(delete_record)], timeout=_KV_S)
 
     def _set_origin(self, path: str, num_older: int) -> None:
         # The saves that began before are older, also those in the background that are committed later.
         begun = self.files.begun
         older = (replace(save, is_origin=False) for save in begun[:num_older])
         self.files = replace(self.files, origin=path, is_initial=False, begun=(*older, *begun[num_older:]))
+
+    def _in_order(self, change: Callable[..., None], *args: Any) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(self._writer, change, self._key, *args)
 
     async def _write(self) -> None:
         """Store what is known now.
@@ -104,9 +111,8 @@ class Record:
         """
         if self.spec is None:
             return
-        stored = self.files, self.spec, self.loaded
         try:
-            await asyncio.wait_for(asyncio.to_thread(write_record, self._key, stored), _KV_S)
+            await asyncio.wait_for(self._in_order(write_record, (self.files, self.spec, self.loaded)), _KV_S)
         except TimeoutError:
             what = f"{self._title}: the GCS did not take the group's record within {_KV_S:g} s"
             raise GroupError(f"{what}; call again when it answers") from None

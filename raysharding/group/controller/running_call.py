@@ -80,6 +80,7 @@ class RunningCall:
         self._sent: dict[int, Sent] = {}
         self._moved: dict[int, tuple[str, int]] = {}
         self._more = self._is_late = self._keeps_adapters = self._is_given_up = False
+        self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
         self._num_taken = 0
@@ -106,6 +107,9 @@ class RunningCall:
     async def item(self, index: int) -> Item:
         """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
         self._num_taken = max(self._num_taken, index)
+        if self.submission.hands_on_steps:
+            # No other reader asks for them: each would hold a bucket of a `state_dict` in the object store.
+            self._items[:index] = [Item(is_last=True)] * min(index, len(self._items))
         self._change()
         while len(self._items) <= index and not self.is_over:
             await self._changed.wait()
@@ -152,6 +156,7 @@ class RunningCall:
             await self._gather([member.actor.fetch.remote(self.number, **refs) for member, (_, refs) in pairs])
             if self._seen:
                 return
+        self._has_begun = True
         running = [member.actor.run.remote(sent) for member, (sent, _) in zip(members, commands, strict=True)]
         await self._gather([status for status, _ in running], [result for _, result in running])
 
@@ -300,6 +305,8 @@ class RunningCall:
         error = failures.judge(self._seen, f"{method} on {self.name}", self._is_late, self._arrived)
         outcome = failures.failed(self._seen, error, world_size)
         everyone = len(self.finished) == world_size and not self.ranks.dead
+        if everyone and not self._has_begun:  # arguments were lost, say, with their driver: the ranks are as before
+            return Verdict(outcome, resets_next=self.resets)
         if everyone and failures.leaves_intact(method, self._seen, self._changes.values(), world_size):
             # Gathered parameters or gradients on some ranks only would make the next call's collectives differ.
             return Verdict(outcome, resets_next=failures.resets_some(self._seen, world_size))

@@ -12,7 +12,9 @@ import pytest
 import ray
 import torch
 
-from raysharding import CallCancelledError, ShardedModelGroup
+from raysharding import CallCancelledError, GroupError, ShardedModelGroup
+from raysharding.group import GroupState
+from raysharding.group.calls import client as client_module
 from tests.group.standing import Driver, StandingCluster, standing_cluster
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,6 +82,26 @@ def test_an_argument_that_is_still_being_made_lets_no_later_call_pass(group: Sha
     calls = [group.call.remote(note, number, pending if number in (3, 7) else None) for number in range(20)]
     assert [call.result(60)[1] for call in calls] == [(n, LARGE if n in (3, 7) else 0.0) for n in range(20)]
     assert group.call(noted) == [list(range(20))] * 2
+
+
+def test_arguments_that_are_lost_before_the_ranks_begin_leave_the_group_ready(
+    group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a driver that dies may be, which must not break the group of the others."""
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def lost() -> None:
+        import os
+
+        os._exit(1)
+
+    monkeypatch.setattr(client_module, "_stored", lambda part: lost.remote())
+    call = group.call.remote(int)
+    monkeypatch.undo()
+    with pytest.raises(GroupError, match="could not deliver the arguments"):
+        call.result()
+    assert group.state is GroupState.READY
+    assert group.call(torch.numel, torch.ones(LARGE)) == [LARGE, LARGE]
 
 
 def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup) -> None:
