@@ -10,13 +10,11 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from raysharding import (
     CallTimeoutError,
@@ -30,6 +28,7 @@ from raysharding import (
 )
 from raysharding.group import Call, GroupState
 from tests.clock import now
+from tests.faults.trap import plain_model, slow_reads
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -241,34 +240,10 @@ def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
     assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "build")
 
 
-def slow_disk(seconds_per_read: float) -> Callable[[], nn.Module]:
-    """Return a model callable that, once on a rank, makes every read of a checkpoint file slow."""
-
-    def build() -> nn.Module:
-        import time
-        from typing import Any
-
-        from torch import nn
-
-        from raysharding.checkpoint import FileReader
-
-        read_ranges = FileReader.read_ranges
-
-        def slow(reader: FileReader, file: int, ranges: Any) -> None:
-            for item in ranges:
-                time.sleep(seconds_per_read)
-                read_ranges(reader, file, [item])
-
-        FileReader.read_ranges = slow  # type: ignore[method-assign,assignment]
-        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-
-    return build
-
-
 @pytest.fixture
 def many_buckets(tmp_path: Path) -> Path:
-    """A checkpoint of several small buckets for the model of `slow_disk`."""
-    save_file(nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))).state_dict(), tmp_path / "model.safetensors")
+    """A checkpoint of several small buckets for the model of `slow_reads`."""
+    save_file(plain_model().state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -278,13 +253,13 @@ SMALL_BUCKETS = Loading("scatter", bucket_bytes=4096)
 @pytest.mark.full
 def test_a_slow_disk_that_gives_bytes_is_no_hang(many_buckets: Path) -> None:
     timeouts = Timeouts(load_stall_s=1.5)
-    with make_group(many_buckets, model=slow_disk(0.25), loading=SMALL_BUCKETS, timeouts=timeouts) as group:
+    with make_group(many_buckets, model=slow_reads(0.25), loading=SMALL_BUCKETS, timeouts=timeouts) as group:
         assert group.load_report.seconds > timeouts.load_stall_s, "the control must outlast the deadline"
 
 
 def test_a_disk_that_gives_no_bytes_is_a_hang(many_buckets: Path) -> None:
     with pytest.raises(CallTimeoutError, match="load on group") as caught:
-        make_group(many_buckets, model=slow_disk(60), loading=SMALL_BUCKETS, timeouts=Timeouts(load_stall_s=1.0))
+        make_group(many_buckets, model=slow_reads(60), loading=SMALL_BUCKETS, timeouts=Timeouts(load_stall_s=1.0))
     primary = caught.value.primary
     assert primary is not None
     assert (primary.rank, primary.kind) == (0, "hung")
