@@ -199,8 +199,11 @@ def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_t
     assert first == second, "every rank ran the same calls in the same order"
     by_driver = {begin: [n - begin for n in first if begin <= n < begin + 10_000] for begin in (0, 10_000, 20_000)}
     assert by_driver[0] == list(range(200))
-    assert by_driver[10_000] == list(range(len(by_driver[10_000])))
-    assert 60 <= len(by_driver[10_000]) < 2000
+    ran = by_driver[10_000]
+    assert ran == sorted(set(ran))
+    assert 60 <= len(ran) < 2000
+    lost = [number for number in range(ran[-1]) if number not in ran]
+    assert lost in ([], [number for number in lost[:1] if number % 11 == 0]), "a call whose arguments died with it"
     before, after = [n for n in by_driver[20_000] if n < 2000], [n for n in by_driver[20_000] if n >= 2000]
     assert before == list(range(len(before)))
     assert 60 <= len(before) < 2000
