@@ -119,6 +119,7 @@ def run(model_directory: Path, save_directory: Path, device: str | None) -> None
         for rank in group.ranks:
             print(f"  rank {rank.rank}  {rank.device}  node {rank.node_ip}  pid {rank.pid}")
         print(f"\n{group.load_report}")
+        print(f"\n{group.start_report}")
 
 
 def print_difference(

@@ -81,6 +81,7 @@ from raysharding.group.launch import (
     PreflightReport,
     RestartReport,
     RunningGroup,
+    StartReport,
     attach,
     check_optimizer,
     launch,
@@ -1222,6 +1223,11 @@ class ShardedModelGroup:
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
         return self._running.loaded.load_report
+
+    @property
+    def start_report(self) -> StartReport:
+        """Report of the start that made the group, or of its last restart: seconds of each phase, here and on ranks."""
+        return self._running.loaded.start_report
 
     @property
     def preflight_report(self) -> PreflightReport | None:

@@ -13,7 +13,7 @@ from raysharding.models.adapters import (
     first_magnitude,
     magnitude_layer,
 )
-from raysharding.models.build import build_module, make_contiguous, name_base, override_config, path_of
+from raysharding.models.build import build_module, import_model, make_contiguous, name_base, override_config, path_of
 from raysharding.models.config_files import config_files
 from raysharding.models.conversion import is_transformers_model, kept_in_float32
 from raysharding.models.initial import Initialiser, missing_rules

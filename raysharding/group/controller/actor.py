@@ -173,9 +173,11 @@ class GroupController:
         def is_wanted() -> bool:  # else the group was stopped, and may be made once more meanwhile
             return starting is self._starting and self._status.is_usable
 
-        starting = self._starting = asyncio.current_task()
+        starting, begun = asyncio.current_task(), time.monotonic()
+        self._starting = starting
         reservation = await asyncio.to_thread(reserve_for, plan, self._identity.key, tell, is_wanted)
         try:
+            place_s = time.monotonic() - begun
             members, started = await start_ranks(plan, reservation, is_wanted)
         except BaseException:
             if reservation is not None:
@@ -187,7 +189,7 @@ class GroupController:
             raise self._status.refusal(driver) or GroupError(f"{self._identity.title}: stopped while its ranks started")
         self._ranks = ranks
         self._bump()
-        return started
+        return replace(started, seconds=tuple({"place": place_s, **own} for own in started.seconds))
 
     async def ready(self, spec: Packed, loaded: Packed, reloaded: str | None) -> None:
         """Leave STARTING.

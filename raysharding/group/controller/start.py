@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -69,7 +70,7 @@ async def start_ranks(
         # One by one: if an actor fails to start, the actors before it must be stopped.
         for bundle in range(plan.world_size):
             options = _options(plan, reservation, bundle)
-            actors.append(remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub))
+            actors.append(remote.options(**options).remote(plan.titles[bundle], LEASE_S, plan.hub, plan.imports))
         return number_actors(actors, await probe(actors, plan, reservation, is_wanted), plan)
     except BaseException:
         await asyncio.to_thread(kill_all, actors)
@@ -112,7 +113,8 @@ async def probe(
     """Ask every actor where it runs, once it has started; see `start_ranks`."""
     asking = {start(reply(actor.probe.remote(plan.paths))): bundle for bundle, actor in enumerate(actors)}
     infos: dict[int, Any] = {}
-    until = time.monotonic() + plan.start_s
+    begun = time.monotonic()
+    until = begun + plan.start_s
     pending = set(asking)
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
     while pending and (left_s := until - time.monotonic()) > 0:
@@ -122,8 +124,12 @@ async def probe(
             raise GroupError("the group was stopped while its ranks started")
         for task in done:
             bundle = asking[task]
-            infos[bundle], error = task.result()
-            if error is not None:
+            info, error = task.result()
+            if error is None:
+                # Ray gives no time of its own to a process that it starts: it is what the imports leave.
+                process_s = time.monotonic() - begun - sum(info.start_s.values())
+                infos[bundle] = replace(info, start_s={"process": process_s, **info.start_s})
+            else:
                 node_ip = await _node_ip(plan, reservation, bundle)
                 failed = _failed(bundle, node_ip, "died", type(error).__name__, str(error))
                 raise GroupError("an actor could not start", primary=failed, failures={bundle: failed}) from error
@@ -188,7 +194,8 @@ def number_actors(actors: Sequence[Any], infos: Sequence[Any], plan: StartPlan) 
     on_cpu = plan.device_type == "cpu"
     visible = tuple("" if on_cpu else ",".join(gpus[member.info.node_id]) for member in members)
     first = infos[order[0]]
-    return members, Started(tuple(one.info for one in members), visible, first.snapshot, first.sees_checkpoint)
+    ranks, seconds = tuple(one.info for one in members), tuple(infos[index].start_s for index in order)
+    return members, Started(ranks, visible, first.snapshot, first.sees_checkpoint, seconds)
 
 
 def _gpu_order(gpu_ids: Sequence[str]) -> tuple[Any, ...]:

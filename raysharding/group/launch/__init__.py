@@ -8,3 +8,4 @@ from raysharding.group.launch.preflight import PreflightReport
 from raysharding.group.launch.restart import RestartReport, restart
 from raysharding.group.launch.save_load import submit_load, submit_save
 from raysharding.group.launch.spec import GroupSpec, check_optimizer
+from raysharding.group.launch.start_report import StartReport

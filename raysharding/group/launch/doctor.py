@@ -12,6 +12,7 @@ from raysharding.group.launch.launch import rendezvous, start_plan, start_ranks
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_controller import start_controller
+from raysharding.group.launch.start_report import StartClock
 
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
@@ -66,7 +67,7 @@ def _diagnose(placement: Placement) -> PreflightReport:
         places = chosen * 2 if len(chosen) == 1 else chosen
         started = start_ranks(client, start_plan(spec, "cpu", len(places), node_ids=places))
         preflight.nodes(with_gpus=True)
-        store = rendezvous(client, spec, started)
+        store = rendezvous(client, spec, started, StartClock())
         preflight.ports.append(f"rank 0's store listened at {store.host}:{store.port}")
         preflight.link()
     except RayshardingError as error:

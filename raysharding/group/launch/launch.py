@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint
@@ -16,7 +15,7 @@ from raysharding.config import Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import CheckpointError
-from raysharding.group.calls import Client, UndoOnInterrupt, follow
+from raysharding.group.calls import Client, UndoOnInterrupt, collect_all, follow
 from raysharding.group.cluster import (
     check_name,
     choose_num_threads,
@@ -28,6 +27,7 @@ from raysharding.group.cluster import (
     own_bundles,
     own_node_id,
     rank_need,
+    tell,
     warn,
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
@@ -38,6 +38,7 @@ from raysharding.group.launch.start_controller import (
     own_groups,
     start_controller,
 )
+from raysharding.group.launch.start_report import StartClock, StartReport
 from raysharding.group.messages import Started, StartPlan, pack
 from raysharding.group.rank import CONCURRENCY_GROUPS, Assignment, ModelFacts, RankActor, Title
 from raysharding.models import Adapted, InputBounds
@@ -60,6 +61,8 @@ class Loaded:
     """Facts of the model."""
     preflight_report: PreflightReport | None
     """Report of the preflight when the group was made; `None` without a preflight."""
+    start_report: StartReport
+    """Report of the start or restart that made the ranks."""
 
 
 @dataclass
@@ -88,17 +91,27 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
     """
     # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
     with UndoOnInterrupt():
+        clock = StartClock()
         spec, opened, is_joined = open_spec(spec)
         # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
         is_checked = not is_joined or spec.name is not None
         if is_checked:
             check_fit(opened, spec.sharding, spec.loading)
+        clock.end("checkpoint" if not is_checked else "checkpoint, model checked")
         connect()
+        clock.end("cluster")
         controller = start_controller(spec, replace=replaces)
         client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
         try:
-            client.connection.attach(within_s=spec.timeouts.start_s)
-            return make(client, spec, opened, is_checked=is_checked)
+            attaching = client.connection.begin_attach()
+
+            def meanwhile() -> None:
+                if not is_checked:
+                    check_fit(opened, spec.sharding, spec.loading)
+                client.connection.finish_attach(attaching, within_s=spec.timeouts.start_s)
+                clock.end("controller" if is_checked else "controller, model checked")
+
+            return make(client, spec, opened, clock, meanwhile)
         except BaseException:
             client.shutdown()
             raise
@@ -131,8 +144,9 @@ def make(
     client: Client,
     spec: GroupSpec,
     opened: Opened,
+    clock: StartClock,
+    meanwhile: Callable[[], object],
     *,
-    is_checked: bool,
     reloaded: str | None = None,
 ) -> RunningGroup:
     """Start the ranks of a group that is STARTING, load them, and make the group READY.
@@ -141,25 +155,30 @@ def make(
         client: The group's client.
         spec: The spec of the ranks.
         opened: The checkpoint.
-        is_checked: True if the model was compared with the checkpoint.
+        clock: Measures the start.
+        meanwhile: Runs while the ranks' processes start, which takes seconds.
         reloaded: Path or URI of the files that a restart loads, if not those that the group was made from.
     """
     spec = replace(spec, model=opened.model)
     device_type, world_size = choose_ranks(
         spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
     )
-    plan = start_plan(spec, device_type, world_size, paths=[file.path for file in opened.base.files])
-    check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
-    started = start_ranks(client, plan, check)
+    paths = [file.path for file in opened.base.files]
+    plan = start_plan(spec, device_type, world_size, paths=paths, imports=_imports(opened))
+    started = start_ranks(client, plan, meanwhile)
+    clock.end("processes", started.seconds)
     note_own_group(client, spec)
     spec, opened = _where_it_is(replace(spec, world_size=len(started.ranks)), opened, started)
     preflight = Preflight(client) if spec.preflight else None
     if preflight is not None:
         preflight.nodes()
-    rendezvous(client, spec, started)
-    loaded = _fill(client, spec, opened, preflight)
+        clock.end("preflight of the nodes")
+    rendezvous(client, spec, started, clock)
+    loaded = _fill(client, spec, opened, preflight, clock)
     client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
     client.connection.refresh()
+    if spec.progress is None or spec.progress is True:
+        tell(f"{spec.title}: {loaded.start_report.line()}")
     return RunningGroup(spec, client, loaded)
 
 
@@ -172,7 +191,13 @@ def packed_spec(spec: GroupSpec) -> Any:
 
 
 def start_plan(
-    spec: GroupSpec, device_type: str, world_size: int, *, paths: Sequence[str] = (), node_ids: Sequence[str] = ()
+    spec: GroupSpec,
+    device_type: str,
+    world_size: int,
+    *,
+    paths: Sequence[str] = (),
+    node_ids: Sequence[str] = (),
+    imports: tuple[str | None, bytes] | None = None,
 ) -> StartPlan:
     """Return what the controller needs to start the ranks of a group.
 
@@ -182,6 +207,7 @@ def start_plan(
         world_size: Number of ranks.
         paths: See `StartPlan`.
         node_ids: See `StartPlan`.
+        imports: See `StartPlan`.
     """
     access, need = spec.hub_access(), rank_need(device_type, spec.placement)
     return StartPlan(
@@ -199,14 +225,23 @@ def start_plan(
         held=(*own_groups(), *own_bundles(world_size, need)),
         tells=spec.progress is not False,
         node_ids=tuple(node_ids),
+        imports=imports,
     )
 
 
-def start_ranks(client: Client, plan: StartPlan, check: Callable[[], None] | None = None) -> Started:
-    """Place the ranks and start their processes; `check` runs meanwhile, which takes as long."""
+def _imports(opened: Opened) -> tuple[str | None, bytes] | None:
+    """Return the arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
+    model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
+    if model is not None and not isinstance(model, str):
+        return None
+    return model, replace(opened.base, files=(), tensors={}).to_json()
+
+
+def start_ranks(client: Client, plan: StartPlan, meanwhile: Callable[[], object] | None = None) -> Started:
+    """Place the ranks and start their processes; `meanwhile` runs in the driver before it waits for them."""
     starting = client.connection.begin("start_ranks", client.connection.key, plan)
-    if check is not None:
-        check()
+    if meanwhile is not None:
+        meanwhile()
     started: Started = client.connection.finish(starting, within_s=None)
     client.connection.refresh()
     return started
@@ -237,17 +272,23 @@ def _where_it_is(spec: GroupSpec, opened: Opened, started: Started) -> tuple[Gro
     return spec.seen_at(base.path, seen), replace(opened, base=base.moved(seen))
 
 
-def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight | None) -> Loaded:
+def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight | None, clock: StartClock) -> Loaded:
     """Build the module on every rank, load it, and set its optimizer."""
     if preflight is not None:
         preflight.link()
-    built = (spec.model, opened.base.to_json(), spec.sharding, spec.loading)
-    bounds, facts = client.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+        clock.end("first collectives")
+    args = (spec.model, opened.base.to_json(), spec.sharding, spec.loading)
+    built = client.submit_same("build", *args, deadline_s=spec.timeouts.start_s, collect=collect_all).result()
+    clock.end("build", [seconds for *_, seconds in built])
+    bounds, facts, _ = built[0]
     if preflight is not None:
         preflight.memory(spec.optimizer)
+        clock.end("preflight of the memory")
     report = _load(client, opened.base, None, spec)
     if opened.adapters is not None:
         _load(client, opened.adapters, normal_path(spec.checkpoint), spec)
+    parts = {"plan": report.plan_s, "stream": report.stream_s, "initialise": report.initialise_s}
+    clock.end("load", [parts])
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         # The optimizer state of a base is of all its parameters: new adapters begin with none.
@@ -257,7 +298,8 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
         )
         if (warning := made.result()) is not None:
             warn(warning)
-    return Loaded(report, bounds, facts, None if preflight is None else preflight.report())
+        clock.end("optimizer")
+    return Loaded(report, bounds, facts, None if preflight is None else preflight.report(), clock.report())
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, spec: GroupSpec) -> LoadReport:
@@ -274,13 +316,14 @@ def warned(report: LoadReport) -> LoadReport:
     return report
 
 
-def rendezvous(client: Client, spec: GroupSpec, started: Started) -> StoreAddress:
+def rendezvous(client: Client, spec: GroupSpec, started: Started, clock: StartClock) -> StoreAddress:
     """Make every rank join a new process group through rank 0's store, and return its address."""
     timeouts, ranks = spec.timeouts, started.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     here = (ranks[0].node_ip, timeouts.rendezvous_s, spec.placement.port_range)
     hosts = [here, *[(None, 0.0, None)] * (len(ranks) - 1)]
     address: StoreAddress = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
+    clock.end("store")
     places = [
         Assignment(
             info=info,
@@ -294,5 +337,7 @@ def rendezvous(client: Client, spec: GroupSpec, started: Started) -> StoreAddres
         )
         for info, visible in zip(ranks, started.visible_gpus, strict=True)
     ]
-    client.submit_each("join", [(place, address) for place in places], deadline_s=deadline_s).result()
+    joining = [(place, address) for place in places]
+    joined = client.submit_each("join", joining, deadline_s=deadline_s, collect=collect_all)
+    clock.end("process group", joined.result())
     return address

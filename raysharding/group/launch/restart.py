@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ray.util.metrics import Counter
 
@@ -12,7 +13,8 @@ from raysharding.checkpoint.writing import newest_after, remove_unfinished
 from raysharding.errors import GroupError
 from raysharding.group.calls import Client, UndoOnInterrupt, is_committed
 from raysharding.group.launch.launch import RunningGroup, make
-from raysharding.group.launch.spec import open_spec
+from raysharding.group.launch.spec import check_fit, open_spec
+from raysharding.group.launch.start_report import StartClock
 from raysharding.group.messages import FilesRecord, GroupState
 from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
@@ -49,7 +51,7 @@ def restart(
         world_size: The user's argument.
         claim: Kind and key of the claim of the run that restarts the group.
     """
-    begun = time.monotonic()
+    begun, clock = time.monotonic(), StartClock()
     client = running.client
     if client.state is GroupState.CLOSED:
         client.connection.refuse_if_unusable()
@@ -78,7 +80,9 @@ def restart(
             is_own = checkpoint is None and is_first and source == normal_path(spec.checkpoint)
             spec, opened, _ = open_spec(spec if is_own else spec.of_files(source))
             loaded = normal_path(spec.checkpoint)
-            fresh = make(client, spec, opened, is_checked=False, reloaded=None if is_own else loaded)
+            clock.end("ranks stopped, checkpoint")
+            check = partial(check_fit, opened, spec.sharding, spec.loading)
+            fresh = make(client, spec, opened, clock, check, reloaded=None if is_own else loaded)
         except BaseException as error:
             if isinstance(error, Exception):
                 error.add_note(f"raysharding: the group was being restarted: {why}")

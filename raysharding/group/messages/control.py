@@ -215,6 +215,8 @@ class StartPlan:
     """Ray's id of the driver's node, which comes first among the nodes that see the checkpoint."""
     hub: Packed | None
     """The driver's `HubAccess`, if the ranks need it."""
+    imports: tuple[str | None, bytes] | None = None
+    """Arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
     held: tuple[str, ...] = ()
     """Lines on what the driver's program itself holds, for the error of a busy cluster."""
     tells: bool = True
@@ -235,6 +237,8 @@ class Started:
     """Directory of the checkpoint in the Hugging Face cache of rank 0's node; `None` if it is not there."""
     sees_checkpoint: bool
     """True if rank 0's node sees the checkpoint's files."""
+    seconds: tuple[Mapping[str, float], ...]
+    """Part of the start → its seconds, by rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -68,12 +69,20 @@ class ActorInfo:
     """Files on the node that receive the actor's stdout and stderr."""
     snapshot: str | None = None
     """Directory of the checkpoint in the node's Hugging Face cache, if the checkpoint is a model of the hub."""
+    start_s: Mapping[str, float] = field(default_factory=dict)
+    """Part of the process's start → its seconds."""
 
 
 class RankActor:
     """One rank. The controller creates it with `max_restarts=0`: the group restarts as a whole."""
 
-    def __init__(self, title: Title, lease_s: float, hub: Packed | None = None) -> None:
+    def __init__(
+        self,
+        title: Title,
+        lease_s: float,
+        hub: Packed | None = None,
+        imports: tuple[str | None, bytes] | None = None,
+    ) -> None:
         """Import what a rank needs, and start the lease.
 
         Args:
@@ -81,8 +90,10 @@ class RankActor:
             lease_s: Seconds without `renew` after which the rank ends: its node is cut off from the controller.
             hub: The driver's `HubAccess`, packed, if the checkpoint is on the Hugging Face hub. An argument, since Ray
                 logs the variables of a runtime environment.
+            imports: Arguments of `ModelImport`; `None` for a model of the user's own code.
         """
         with paused_gc():
+            self._import_s = _imported("torch", "torch.distributed.fsdp", "raysharding.group.rank.commands")
             from raysharding.checkpoint.storage import adopt_access
             from raysharding.group.rank.commands import RankCommands
 
@@ -91,7 +102,7 @@ class RankActor:
         # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._title = title
-        self._commands = RankCommands(title)
+        self._commands = RankCommands(title, imports)
         self._fetched: dict[int, dict[str, Packed]] = {}
         self._work_thread = 0
         self._control_threads: set[int] = set()
@@ -144,6 +155,7 @@ class RankActor:
             stacks_descriptor=self._stacks_descriptor,
             log_paths=_log_paths(),
             snapshot=snapshot,
+            start_s=self._import_s,
         )
 
     @ray.method(concurrency_group="control")
@@ -247,6 +259,17 @@ class RankActor:
                 left_s -= min(time.monotonic() - begun, 2 * tick_s)
         tell(f"the controller has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
         os._exit(1)  # `sys.exit` would only end a thread
+
+
+def _imported(*modules: str) -> dict[str, float]:
+    """Import modules one after the other; return the seconds of each, by its package's name."""
+    seconds: dict[str, float] = {}
+    for module in modules:
+        begun = time.monotonic()
+        import_module(module)
+        name = module.removesuffix(".group.rank.commands")
+        seconds[name] = time.monotonic() - begun
+    return seconds
 
 
 def _snapshot(paths: Sequence[str]) -> str | None:

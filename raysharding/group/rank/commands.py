@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from raysharding.group.rank.argument_refs import fetched
 from raysharding.group.rank.assignment import Assignment, Title
 from raysharding.group.rank.memory_gauge import export_memory
 from raysharding.group.rank.model_facts import ModelFacts
+from raysharding.group.rank.model_import import ModelImport
 from raysharding.models import Adapted, InputBounds
 from raysharding.worker import Worker, thread_state_restored
 
@@ -57,8 +59,9 @@ class Step:
 class RankCommands:
     """Runs commands on the work thread. "Collective": the controller sends the command to every rank."""
 
-    def __init__(self, title: Title) -> None:
+    def __init__(self, title: Title, imports: tuple[str | None, bytes] | None = None) -> None:
         self._title = title
+        self._model_import = None if imports is None else ModelImport(*imports)
         self._server: Any = None
         self._address: StoreAddress | None = None
         self._node_ip = ""
@@ -106,9 +109,13 @@ class RankCommands:
         self._server, address = serve_store(node_ip, timeout_s=timeout_s, port_range=port_range)
         return address
 
-    def join(self, place: Assignment, address: StoreAddress) -> None:
-        """Set device, threads and process group of the assigned place; collective, once in the process's life."""
-        info = place.info
+    def join(self, place: Assignment, address: StoreAddress) -> dict[str, float]:
+        """Set device, threads and process group of the assigned place; collective, once in the process's life.
+
+        Returns:
+            Seconds of the device and of the process group.
+        """
+        info, begun = place.info, time.monotonic()
         self._title.show_rank(info.rank)
         self._address, self._node_ip = address, info.node_ip
         device = torch.device(info.device)
@@ -123,6 +130,7 @@ class RankCommands:
                 share_device(device)
         else:
             torch.set_num_threads(place.num_threads)
+        device_s = time.monotonic() - begun
         join_process_group(
             address,
             rank=info.rank,
@@ -135,6 +143,7 @@ class RankCommands:
         )
         self._rank_worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
         export_memory(self._title.group, info.rank, self.status)
+        return {"device": device_s, "connect": time.monotonic() - begun - device_s}
 
     node_facts = staticmethod(facts_here)
     """Return what this process sees of its node. Not collective; runs before `join`."""
@@ -150,12 +159,21 @@ class RankCommands:
         return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> Any:
-        """Build the sharded module on meta, and return the bounds of its inputs and its `ModelFacts`; collective."""
+        """Build the sharded module on meta; collective.
+
+        Returns:
+            Bounds of its inputs, its `ModelFacts`, and seconds of the wait for its code and of the rest.
+        """
+        begun = time.monotonic()
+        if self._model_import is not None:
+            self._model_import.join()
+        import_s = time.monotonic() - begun
         self._is_adapted = isinstance(model, Adapted)
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
         # What was imported and built stays: to traverse it takes a collection 0.3 s, in which all ranks wait for one.
         gc.freeze()
-        return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module)
+        seconds = {"transformers": import_s, "module": time.monotonic() - begun - import_s}
+        return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module), seconds
 
     def load(self, path: str | None, hub: HubAccess | None = None) -> Any:
         """Load a checkpoint into the module, with the driver's access to the hub; return rank 0's report. Collective.

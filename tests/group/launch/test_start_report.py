@@ -1,0 +1,60 @@
+"""`group.start_report`, and the import of a model's code beside the start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raysharding import ShardedModelGroup
+from tests.conftest import make_group
+from tests.models.architectures import ARCHITECTURES
+
+PHASES = ("store", "process group", "first collectives", "build", "preflight of the memory", "load")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_phases_sum_to_the_whole_and_name_their_parts(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = time.monotonic()
+    with make_group(checkpoint, name="report") as group:
+        whole_s = time.monotonic() - begun
+        report = group.start_report
+        parts = {phase.name: tuple(phase.slowest) for phase in report.phases}
+        assert sum(phase.seconds for phase in report.phases) == report.seconds == report.as_dict()["seconds"]
+        assert 0.9 * whole_s <= report.seconds <= whole_s, "what is left is the answer to `ready`"
+        assert [*parts][-len(PHASES) :] == [*PHASES]
+        packages = ("torch", "torch.distributed.fsdp", "raysharding")
+        assert parts["processes"] == ("place", "process", *packages)
+        assert parts["process group"] == ("device", "connect")
+        assert parts["build"] == ("transformers", "module")
+        assert parts["load"] == ("plan", "stream", "initialise")
+        assert f"{group.name}: ready after {report.seconds:.2f} s: " in capsys.readouterr().err
+        other = ShardedModelGroup.attach("report")
+        assert other.start_report == report
+        group.save(tmp_path / "saved")
+        group.restart(world_size=1)
+        assert group.start_report.phases[0].name == "ranks stopped, checkpoint"
+
+
+def test_the_model_is_imported_beside_other_work(tmp_path: Path) -> None:
+    """And nothing but the import: an error is `build`'s to raise."""
+    ARCHITECTURES["llama"].make().save_pretrained(tmp_path)
+    program = """
+import sys
+from dataclasses import replace
+from raysharding.checkpoint import open_checkpoint
+from raysharding.group.rank.model_import import ModelImport
+opened = open_checkpoint(sys.argv[1])
+ModelImport(None, replace(opened, config={"architectures": ["NoModel"], "model_type": "llama"}).to_json()).join()
+assert "transformers.models.llama.modeling_llama" not in sys.modules
+imported = ModelImport(None, replace(opened, files=(), tensors={}).to_json())
+imported.join()
+assert imported.seconds > 0
+assert "transformers.models.llama.modeling_llama" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=120)
