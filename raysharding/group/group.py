@@ -494,7 +494,7 @@ class ShardedModelGroup:
         batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
-        options = self._unless_fit("train_step") | self._ends
+        options = self._unless_fit("train_step")
         return self._client.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -531,8 +531,7 @@ class ShardedModelGroup:
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
-        options = self._unless_fit("forward_backward")
-        options |= {"opens_claim": ("forward_backward", self._client.connection.key)}
+        options = self._unless_fit("forward_backward", uses_gradients=True)
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
@@ -553,13 +552,13 @@ class ShardedModelGroup:
         """
         self._require_optimizer("optim_step")
         check_max_grad_norm(max_grad_norm)
-        options = self._unless_fit("optim_step") | self._ends
+        options = self._unless_fit("optim_step", uses_gradients=True)
         return self._client.submit_same("optim_step", max_grad_norm, **options).keep_alive(self)
 
     @handle
     def zero_grad(self) -> Call[None]:
         """Drop the gradients since the last update, which `forward_backward` has accumulated."""
-        return self._client.submit_same("zero_grad", **self._unless_fit("zero_grad"), **self._ends).keep_alive(self)
+        return self._client.submit_same("zero_grad", **self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call[float]:
@@ -578,7 +577,11 @@ class ShardedModelGroup:
             ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
         """
         check_norm(max_norm, norm_type)
-        return self._client.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
+        beside = {"forward_backward": REFUSED_BESIDE["forward_backward"]}
+        call = self._client.submit_same(
+            "clip_grad_norm_", max_norm, norm_type, refused_beside=beside, uses_gradients=True
+        )
+        return call.keep_alive(self)
 
     @blocking
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
@@ -1414,15 +1417,10 @@ class ShardedModelGroup:
     def _title(self) -> str:
         return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {self.device}, {self.state.value}"
 
-    def _unless_fit(self, method: str) -> dict[str, Any]:
+    def _unless_fit(self, method: str, **options: Any) -> dict[str, Any]:
         """Return the options of a call that changes the model, and refuse it while this driver's `fit` runs."""
         self._fits.refuse(self.name, method)
-        return {"refused_beside": REFUSED_BESIDE}
-
-    @property
-    def _ends(self) -> dict[str, Any]:
-        """Options of a call with which an open accumulation of this driver ends."""
-        return {"ends_claim": self._client.connection.key}
+        return {"refused_beside": REFUSED_BESIDE, **options}
 
     def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
         """Change the optimizer's factory of the spec that a restart uses."""

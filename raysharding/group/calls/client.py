@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class Client:
         self.pending = self.connection.pending
         """Saves in the background."""
         self._is_closed = False
+        self._maker: int | None = None
         atexit.register(self.connection.thread.stop)
 
     @property
@@ -76,6 +77,15 @@ class Client:
     def cause(self) -> GroupError | None:
         """The error that broke the group."""
         return self.connection.cause
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Return a context in which this thread makes the ranks: its calls alone run while the group is STARTING."""
+        self._maker = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._maker = None
 
     def submit_batches(
         self,
@@ -249,6 +259,7 @@ class Client:
         self.connection.require_ray()
         try:
             whole = None if shared is None else _stored(shared)
+            options |= {"makes": self._maker == threading.get_ident(), "generation": self.connection.generation}
             submission = Submission(method, tuple(map(_stored, parts)), deadline_s, shared=whole, **options)
         except ray.exceptions.RayError as error:
             raise GroupError(f"cannot store the arguments of {method}: {error}") from error
@@ -287,7 +298,14 @@ class Client:
                 Joint(key, here.controller, first.name, False),
             )
             own, its = (
-                Submission(method, (pack_same(method, arg),), one.timeouts.call_s, joint=joint, refused_beside=beside)
+                Submission(
+                    method,
+                    (pack_same(method, arg),),
+                    one.timeouts.call_s,
+                    joint=joint,
+                    refused_beside=beside,
+                    generation=one.connection.generation,
+                )
                 for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
             here.send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)

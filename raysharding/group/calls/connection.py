@@ -64,6 +64,8 @@ class Connection:
         """Identifies this driver at the controller."""
         self.where = "?"
         """Node and process of the controller, for errors."""
+        self.generation = ""
+        """The ranks that this driver knows of: by its first attach, its own restart, or an error; see `Snapshot`."""
         self.snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
         """What this driver last heard of the group."""
         self.thread = CallbackThread(f"calls of {name}", self._check)
@@ -93,29 +95,31 @@ class Connection:
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
 
-    def attach(self, *, within_s: float = _ANSWER_S) -> Attached:
+    def attach(self, *, within_s: float = _ANSWER_S, makes: bool = False) -> Attached:
         """Connect this driver to the controller, and begin to follow the group.
 
         Args:
             within_s: Deadline; the controller's process may have to start.
+            makes: True if this driver has started the controller.
 
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        return self.finish_attach(self.begin_attach(), within_s=within_s)
+        return self.finish_attach(self.begin_attach(makes=makes), within_s=within_s)
 
-    def begin_attach(self) -> ray.ObjectRef:
-        """Ask the controller to add this driver; `finish_attach` returns what it answers."""
+    def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
+        """Ask the controller to add this driver; see `attach`. `finish_attach` returns what it answers."""
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        owned = [self.controller.never.remote()]
         before, self.key = self.key or None, secrets.token_hex(8)
-        attaching: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before)
+        owned = [self.controller.until_gone.remote(self.key)]
+        attaching: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before, makes=makes)
         return attaching
 
     def finish_attach(self, attaching: ray.ObjectRef, *, within_s: float) -> Attached:
         """Wait until this driver is connected; see `attach`."""
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
+        self.generation = self.generation or attached.snapshot.generation
         self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
         self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
         self.take(attached.snapshot)
@@ -218,6 +222,7 @@ class Connection:
             self.changed.notify_all()
         if found is None:
             return  # it has ended with the group
+        self.generation = outcome.generation or self.generation
         call.follows = outcome.follows
         call.end(raised_by(outcome), outcome.sent)
 

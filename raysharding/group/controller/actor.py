@@ -119,27 +119,28 @@ class GroupController:
             timer.start()
 
     async def attach(
-        self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None = None
+        self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None, *, makes: bool
     ) -> Attached:
         """Add a driver.
 
         Args:
             driver: Its random key.
             label: Where it runs, for errors.
-            owned: One result of `never`, which the driver's process owns: Ray reports the end of the owner.
+            owned: One result of `until_gone`, which the driver's process owns: Ray reports the end of the owner.
             before: The key under which it was connected before it took the controller for lost.
+            makes: True for the driver that has started the controller, to make the group.
         """
         self._open()
-        self._was_attached = True
+        self._was_attached |= makes or self._status.was_ready
         self._drivers.add(driver, label, owned, before)
-        if self._status.state is GroupState.STARTING and self._status.maker is None:
+        if makes:
             self._status.maker = driver
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         return Attached(self._snapshot(), self._record.spec, self._record.loaded, where)
 
-    async def never(self) -> None:
-        """Run until the controller ends."""
-        await asyncio.Event().wait()
+    async def until_gone(self, driver: str) -> None:
+        """Run until a driver is gone; it owns the result, so that Ray reports the end of its process."""
+        await self._drivers.until_gone(driver)
 
     async def detach(self, driver: str) -> None:
         """Forget a driver, and drop its calls that have not begun."""
@@ -161,9 +162,9 @@ class GroupController:
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
         self._open()  # it may arrive before `attach`, or after a `shutdown` that was sent later
-        if self._status.state is GroupState.CLOSED:
-            raise closed(self._identity.title)
-        self._status.begin(driver)
+        if (refused := self._status.refusal(driver)) is not None:
+            raise refused
+        self._status.maker = driver
         self._bump()
         loop = asyncio.get_running_loop()
 
@@ -199,9 +200,11 @@ class GroupController:
             loaded: What the load has found.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
+        ranks = self._ranks
+        assert ranks is not None, "they are loaded"
         await self._record.keep(spec, loaded, reloaded)
-        if not self._status.is_usable:  # it broke, or was shut down, meanwhile
-            raise self._status.refusal("") or closed(self._identity.title)
+        if ranks.is_stopping or not self._status.is_usable:  # it broke meanwhile, and perhaps another driver makes it
+            raise self._status.refusal() or closed(self._identity.title)
         self._status.ready()
         self._bump()
 
@@ -254,18 +257,15 @@ class GroupController:
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
         """
-        refused: GroupError | None = self._status.refusal(driver)
-        if self._status.state is GroupState.BROKEN:
-            refused = None
-        elif refused is None:
-            refused = self._drivers.refusal_of_restart(self._drivers[driver])
-        if refused is not None:
+        known, is_broken = self._drivers[driver], self._status.state is GroupState.BROKEN
+        refused: GroupError | None = None if is_broken else self._status.refusal(driver)
+        if (refused := refused or self._drivers.refusal_of_restart(known, is_broken=is_broken)) is not None:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
-        if claim is not None and (refused := self._drivers.take_claim(self._drivers[driver], *claim)) is not None:
+        if claim is not None and (refused := self._drivers.take_claim(known, *claim)) is not None:
             raise refused
-        self._status.begin(driver)
+        self._status.restart(driver, known.label, was_broken=is_broken)
         self._bump()
         if self._ranks is not None:
             await self._ranks.stop()
@@ -359,9 +359,10 @@ class GroupController:
             await self._record.begun(submission.save)
         if call.ended.done():  # the group broke meanwhile
             return Verdict(call.ended.result())
-        options = self._identity.title, self._identity.drain_s, self._resets_next, self._num_commands + 1
+        resets = self._resets_next or self._drivers.is_orphaned
+        options = self._identity.title, self._identity.drain_s, resets, self._num_commands + 1
         call.running = RunningCall(submission, ranks, *options)
-        self._resets_next = False
+        self._resets_next = self._drivers.is_orphaned = False
         call.began.set()
         verdict = await call.running.run()
         self._num_commands = call.running.number
@@ -379,16 +380,15 @@ class GroupController:
         return verdict
 
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
-        self._resets_next = verdict.resets_next
+        if (running := call.running) is not None and not running.ranks.is_stopping:
+            self._resets_next = verdict.resets_next
+            if running.accumulates is not None:
+                self._drivers.note_accumulation(call.driver, call.submission.method, is_open=running.accumulates)
         # A call that has ended was of ranks that are stopped: perhaps a restart makes others already.
         if verdict.broken_by is not None and self._status.is_usable and not call.ended.done():
             self._break(verdict.broken_by, but=call)
         elif self._status.state is GroupState.BUSY and len(self._queue) == 1:
             self._status.move(GroupState.READY)
-        ended = (call.submission.ends_claim, None if verdict.outcome.error is None else call.opened)
-        for claim in ended:
-            if claim is not None:
-                self._drivers.release_claim(claim)
         changed = verdict.outcome.error is not None or call.submission.save is not None
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
@@ -413,9 +413,11 @@ class GroupController:
         current = self._queue.current
         if current is not None and current.driver is driver and current.running is not None:
             current.running.drop_items()
-        is_made_by = self._status.state is GroupState.STARTING and self._status.maker in (driver.key, None)
-        if is_made_by or not self._identity.is_named:
+        is_made_by = self._status.state is GroupState.STARTING and self._status.maker == driver.key
+        if not self._identity.is_named or (is_made_by and not self._status.was_ready):
             start(self.shutdown(f"{self._identity.title}: {error}"))
+        elif is_made_by:
+            self._break(GroupError(f"{self._identity.title}: the driver that restarted it ({driver.label}) has ended"))
 
     def _break(self, error: GroupError, but: QueuedCall | None = None) -> None:
         """Enter BROKEN: fail the running call and those that wait, and stop all ranks.
@@ -433,7 +435,7 @@ class GroupController:
         snapshot, current = self._snapshot(), self._queue.current
         if current is not None and current is not but:
             current.end(Outcome(error=error, snapshot=snapshot))
-        refused = self._status.refusal("")
+        refused = self._status.refusal()
         assert refused is not None, "it is BROKEN"
         self._queue.cancel(Outcome(error=refused, snapshot=snapshot))
 
@@ -502,6 +504,7 @@ class GroupController:
             saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),
+            generation=self._status.generation,
         )
 
 

@@ -6,14 +6,19 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import ray
 
 from raysharding.errors import GroupError
 from raysharding.group.controller.members import start
+from raysharding.group.messages import Submission
 
 _TICKS = 20  # looks per lease time
 _MAX_TICK_S = 1.0
+ACCUMULATION: Final = "forward_backward"
+"""Kind of the claim of a driver whose `forward_backward` has left gradients for the next update."""
+_CURES: Final = {ACCUMULATION: "optim_step or zero_grad ends it"}
 
 
 @dataclass(eq=False)
@@ -28,6 +33,8 @@ class Driver:
     """Number of its next call."""
     early: dict[int, asyncio.Event] = field(default_factory=dict)
     """Number → set when it is the turn of a call that arrived before those in front of it: Ray keeps no order."""
+    lost: str = ""
+    """What has dropped the gradients of its accumulation, if it has not been told."""
 
     def wake(self) -> None:
         """End the waits of its calls that arrived early."""
@@ -58,6 +65,9 @@ class Drivers:
             on_lost: Called when a driver's process has ended, or it has detached.
         """
         self.claim: Claim | None = None
+        self.is_orphaned = False
+        """True if the ranks hold gradients of a driver that is gone."""
+        self._gone: dict[str, asyncio.Event] = {}
         self._name = name
         self._on_lost = on_lost
         self._drivers: dict[str, Driver] = {}
@@ -79,13 +89,17 @@ class Drivers:
         Args:
             key: Random key of its handle.
             label: Where it runs, for errors.
-            owned: One object that its process owns and never makes: Ray reports the end of the owner.
+            owned: The result of `until_gone`, which its process owns: Ray reports the end of the owner.
             before: Its key before it connected again: calls that were under way have failed there.
         """
         if before is not None:
             self._forget(before)
         driver = self._drivers[key] = Driver(key, label)
         start(self._watch(driver, owned[0]))
+
+    def has(self, driver: Driver) -> bool:
+        """Return True unless a driver is gone."""
+        return self._drivers.get(driver.key) is driver
 
     def remove(self, key: str) -> None:
         """Forget a driver, its claim included."""
@@ -97,15 +111,22 @@ class Drivers:
         driver = self._drivers.pop(key, None)
         if driver is not None:
             if self.claim is not None and self.claim.driver is driver:
+                self.is_orphaned = self.claim.what == ACCUMULATION
                 self.claim = None
             driver.wake()
+            if (gone := self._gone.pop(key, None)) is not None:
+                gone.set()
         return driver
+
+    async def until_gone(self, key: str) -> None:
+        """Wait until a driver has detached; it need not be known yet."""
+        await self._gone.setdefault(key, asyncio.Event()).wait()
 
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
         if number > driver.next_number:
             await driver.early.setdefault(number, asyncio.Event()).wait()
-        return self._drivers.get(driver.key) is driver
+        return self.has(driver)
 
     def arrived(self, driver: Driver) -> None:
         """Note that the next call of a driver has arrived."""
@@ -142,7 +163,7 @@ class Drivers:
         if self.claim is not None and self.claim.key != key:
             return GroupError(
                 f"{self._name}: {what} is refused while {self._holder(driver)} runs: a rank has the data of one run at "
-                "a time; wait for its end, or call interrupt() there"
+                f"a time; {_CURES.get(self.claim.what, 'wait for its end, or call interrupt() there')}"
             )
         self.claim = Claim(driver, what, key)
         return None
@@ -154,8 +175,37 @@ class Drivers:
 
     def end_accumulation(self) -> None:
         """End the claim of an open accumulation: its gradients are gone with the ranks."""
-        if self.claim is not None and self.claim.what == "forward_backward":
+        self.is_orphaned = False
+        if self.claim is not None and self.claim.what == ACCUMULATION:
             self.claim = None
+
+    def note_accumulation(self, driver: Driver, method: str, *, is_open: bool) -> None:
+        """Note after a call whether the ranks hold gradients for the next update: its driver then has a claim.
+
+        Args:
+            driver: The driver of the call.
+            method: Name of the call.
+            is_open: True if the ranks hold gradients.
+        """
+        held = self.claim
+        if not is_open and held is not None and held.what == ACCUMULATION:
+            self.claim = None
+            if held.driver is not driver:
+                held.driver.lost = f"{method} of {driver.label}"
+        elif is_open and held is None and not self.has(driver):
+            self.is_orphaned = True
+        elif is_open and held is None and not self.is_orphaned:
+            self.claim = Claim(driver, ACCUMULATION, driver.key)
+
+    def refusal_of_turn(self, driver: Driver, call: Submission) -> GroupError | None:
+        """Return why a call is refused when its turn comes, by what became of accumulations since it was accepted."""
+        if call.refused_beside:
+            lost, driver.lost = driver.lost, ""
+            if lost and call.uses_gradients:
+                what = f"{call.method} is refused: {lost} has dropped the gradients of this accumulation"
+                return GroupError(f"{self._name}: {what}; call forward_backward for all its batches again")
+        beside = {kind: why for kind, why in call.refused_beside.items() if kind == ACCUMULATION}
+        return self.refusal(driver, call.method, beside)
 
     def refusal(self, driver: Driver, method: str, beside: Mapping[str, str]) -> GroupError | None:
         """Return why a call is refused beside a claim; `None` if it is not.
@@ -168,20 +218,21 @@ class Drivers:
         held = self.claim
         if held is None or held.what not in beside:
             return None
-        if held.what == "forward_backward" and held.driver is driver:
+        if held.what == ACCUMULATION and held.driver is driver:
             return None  # the accumulation is this driver's own
         why = beside[held.what]
         return GroupError(f"{self._name}: {method} is refused while {self._holder(driver)} runs: {why}")
 
-    def refusal_of_restart(self, driver: Driver) -> GroupError | None:
-        """Return why a driver must not restart ranks that are whole: another driver's claim; `None` if it may."""
+    def refusal_of_restart(self, driver: Driver, *, is_broken: bool) -> GroupError | None:
+        """Return why a driver must not restart the ranks: another driver's claim; `None` if it may."""
         if self.claim is None or self.claim.driver is driver:
             return None
-        return GroupError(f"{self._name}: restart is refused while {self._holder(driver)} runs: its ranks are whole")
+        why = "it restarts them itself, or ends" if is_broken else "its ranks are whole"
+        return GroupError(f"{self._name}: restart is refused while {self._holder(driver)} runs: {why}")
 
     def _holder(self, asking: Driver) -> str:
         assert self.claim is not None, "asked while there is one"
-        what = "an open accumulation" if self.claim.what == "forward_backward" else self.claim.what
+        what = "an open accumulation" if self.claim.what == ACCUMULATION else self.claim.what
         return what if self.claim.driver is asking else f"{what} of {self.claim.driver.label}"
 
     async def _watch(self, driver: Driver, owned: ray.ObjectRef) -> None:

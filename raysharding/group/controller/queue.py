@@ -33,8 +33,6 @@ class QueuedCall:
     """The call."""
     pair: CopyPair | None = None
     """The pair that it is a part of."""
-    opened: str | None = None
-    """Key of the claim that began with this call."""
     running: RunningCall | None = None
     """The call on its way through the ranks; `None` before."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,7 +149,9 @@ class CallQueue:
         await self._drivers.turn(self._drivers[driver], number + 1)  # Ray may have brought the call later than this
         call = self._known.get((driver, number))
         if call is not None:
-            await asyncio.wait([call.ended, start(call.began.wait())], return_when=asyncio.FIRST_COMPLETED)
+            beginning = start(call.began.wait())
+            await asyncio.wait([call.ended, beginning], return_when=asyncio.FIRST_COMPLETED)
+            beginning.cancel()
         return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
 
     async def progress(self, driver: str, number: int) -> tuple[int, int]:
@@ -164,8 +164,6 @@ class CallQueue:
         cancelled = [call for call in self._waiting if driver is None or call.driver is driver]
         for call in cancelled:
             self._waiting.remove(call)
-            if call.opened is not None:
-                self._drivers.release_claim(call.opened)
             call.end(outcome)
         return len(cancelled)
 
@@ -177,6 +175,10 @@ class CallQueue:
                 await self._added.wait()
                 continue
             call = self._waiting[0]
+            if (refused := self._drivers.refusal_of_turn(call.driver, call.submission)) is not None:
+                self._waiting.popleft()
+                call.end(Outcome(error=refused))
+                continue
             if call.pair is not None and not await call.pair.may_begin():
                 call.end(Outcome(error=call.pair.error(), follows=True))
             if call not in self._waiting:
@@ -192,22 +194,29 @@ class CallQueue:
         call = QueuedCall(driver, submission)
         async with self._accepting:
             self._known[driver.key, key] = call
-            refused: GroupError | None = self._status.refusal(driver.key)
-            if refused is None:
-                refused = self._drivers.refusal(driver, submission.method, submission.refused_beside)
-            if refused is not None:
-                call.end(Outcome(error=refused))
+            if (refused := self._refusal(call)) is not None:
+                call.end(refused)
                 return
             if submission.joint is not None:
                 await self._pair(call, submission.joint)
-                if (refused := self._status.refusal(driver.key)) is not None:  # the group broke meanwhile
-                    call.end(Outcome(error=refused))
+                if (refused := self._refusal(call)) is not None:  # the group broke meanwhile, or the driver is gone
+                    call.end(refused)
                     return
-            if submission.opens_claim is not None and self._drivers.claim is None:
-                call.opened = submission.opens_claim[1]
-                self._drivers.take_claim(driver, *submission.opens_claim)
             self._waiting.append(call)
             self._added.set()
+
+    def _refusal(self, call: QueuedCall) -> Outcome | None:
+        """Return the outcome of a call that is refused; `None` if it is accepted."""
+        driver, submission = call.driver, call.submission
+        if not self._drivers.has(driver):
+            return Outcome(error=closed(self._name))
+        if (refused := self._status.refusal(driver.key if submission.makes else "")) is not None:
+            return Outcome(error=refused)
+        changes = submission.refused_beside or submission.save is not None
+        if changes and submission.generation != self._status.generation:
+            return Outcome(error=self._status.restarted(), generation=self._status.generation)
+        beside = self._drivers.refusal(driver, submission.method, submission.refused_beside)
+        return None if beside is None else Outcome(error=beside)
 
     async def _pair(self, call: QueuedCall, joint: Joint) -> None:
         """Make a pair of a call and the one of another group; its leader queues that one first."""

@@ -90,6 +90,11 @@ class RunningCall:
         self._step_changed = asyncio.Event()
         """Set when all ranks have finished the step, and at each failure."""
 
+    @property
+    def accumulates(self) -> bool | None:
+        """True if ranks hold gradients for the next update after the call; `None` if no rank has run it."""
+        return any(change.accumulates for change in self._changes.values()) if self._changes else None
+
     async def run(self) -> Verdict:
         """Run all steps of the call; never raises."""
         polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]

@@ -130,13 +130,13 @@ async def probe(
                 process_s = time.monotonic() - begun - sum(info.start_s.values())
                 infos[bundle] = replace(info, start_s={"process": process_s, **info.start_s})
             else:
-                node_ip = await _node_ip(plan, reservation, bundle)
+                node_ip = await _node_ip(reservation, bundle)
                 failed = _failed(bundle, node_ip, "died", type(error).__name__, str(error))
                 raise GroupError("an actor could not start", primary=failed, failures={bundle: failed}) from error
     if pending:
         late = {asking[task] for task in pending}
         failures = {
-            bundle: _failed(bundle, await _node_ip(plan, reservation, bundle), "hung", "", "does not answer yet")
+            bundle: _failed(bundle, await _node_ip(reservation, bundle), "hung", "", "does not answer yet")
             for bundle in sorted(late)
         }
         message = f"{len(actors)} actors did not all start within {plan.start_s:g} s; raise Timeouts.start_s"
@@ -147,7 +147,7 @@ async def probe(
     return [infos[bundle] for bundle in range(len(actors))]
 
 
-async def _node_ip(plan: StartPlan, reservation: Reservation | None, bundle: int) -> str:
+async def _node_ip(reservation: Reservation | None, bundle: int) -> str:
     """Return the address of the node that Ray chose for an actor, which did not start and cannot report it."""
     return "unknown" if reservation is None else await asyncio.to_thread(reservation.node_ip, bundle)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from raysharding.errors import GroupBrokenError, GroupError
 from raysharding.group.messages import GroupState, broken, closed, twin
 
@@ -32,6 +34,10 @@ class GroupStatus:
         """The driver that makes the group or restarts it; `None` if nobody does."""
         self.was_ready = False
         """True if the group has been READY at some time."""
+        self.generation = secrets.token_hex(4)
+        """See `Snapshot`."""
+        self.restarted_by = ""
+        """Label of the driver that restarted the group last."""
         self._name = name
         self._restarted_from: GroupError | None = None
 
@@ -45,12 +51,11 @@ class GroupStatus:
         assert state in _TRANSITIONS[self.state], f"{self._name}: {self.state} → {state}"
         self.state = state
 
-    def begin(self, driver: str) -> None:
-        """Let a driver make a new group, or restart a BROKEN one."""
-        if self.state is GroupState.BROKEN:
-            self.move(GroupState.STARTING)
-            self._restarted_from, self.cause = self.cause, None
-        self.maker = driver
+    def restart(self, driver: str, label: str, *, was_broken: bool) -> None:
+        """Let a driver make a group again that is BROKEN, and was so before the driver restarted it, or not."""
+        self.move(GroupState.STARTING)
+        self._restarted_from, self.cause = self.cause if was_broken else None, None
+        self.maker, self.restarted_by, self.generation = driver, label, secrets.token_hex(4)
 
     def ready(self) -> None:
         """Leave STARTING: the model is loaded."""
@@ -62,12 +67,21 @@ class GroupStatus:
         self.move(GroupState.BROKEN)
         self.cause, self.maker = twin(self._restarted_from or error), None
 
-    def refusal(self, driver: str) -> GroupBrokenError | None:
-        """Return the error of a call of a driver that cannot run; `None` if it can."""
+    def refusal(self, maker: str = "") -> GroupBrokenError | None:
+        """Return the error of a call that cannot run; `None` if it can.
+
+        Args:
+            maker: Key of its driver, if the call is one of those that make the group.
+        """
         if self.state is GroupState.CLOSED:
             return closed(self._name)
         if self.cause is not None:
             return broken(self._name, self.cause)
-        if self.maker not in (None, driver):
+        if self.maker not in (None, maker):
             return GroupBrokenError(f"{self._name} is being restarted: its ranks have not met again yet")
         return None
+
+    def restarted(self) -> GroupError:
+        """Return the error of a call that would change or save another model than its driver believes."""
+        what = f"{self._name} was restarted by {self.restarted_by}, and its model and optimizer were loaded again"
+        return GroupError(f"{what} from the newest files; the call did not begin: call again to go on from there")

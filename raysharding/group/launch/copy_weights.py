@@ -72,6 +72,8 @@ def submit_copy(
         refused_beside: Kind of a claim → why the target must not change beside it.
     """
     clients = source, target
+    if len({actor_id(client.connection.controller) for client in clients}) == 1:
+        raise ValueError(f"copy_to({target.name}): both handles are of one group: give another group")
     for client in clients:
         client.connection.refuse_if_unusable()
     _paths[:] = [path for path in _paths if path.is_usable()]

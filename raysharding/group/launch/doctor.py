@@ -63,13 +63,14 @@ def _diagnose(placement: Placement) -> PreflightReport:
     preflight = Preflight(client, thorough=True)
     preflight.findings += findings
     try:
-        client.connection.attach()
-        places = chosen * 2 if len(chosen) == 1 else chosen
-        started = start_ranks(client, start_plan(spec, "cpu", len(places), node_ids=places))
-        preflight.nodes(with_gpus=True)
-        store = rendezvous(client, spec, started, StartClock())
-        preflight.ports.append(f"rank 0's store listened at {store.host}:{store.port}")
-        preflight.link()
+        client.connection.attach(makes=True)
+        with client.making():
+            places = chosen * 2 if len(chosen) == 1 else chosen
+            started = start_ranks(client, start_plan(spec, "cpu", len(places), node_ids=places))
+            preflight.nodes(with_gpus=True)
+            store = rendezvous(client, spec, started, StartClock())
+            preflight.ports.append(f"rank 0's store listened at {store.host}:{store.port}")
+            preflight.link()
     except RayshardingError as error:
         if not (isinstance(error, PreflightError) and preflight.report().errors):
             preflight.findings.append(Finding(True, "link", str(error)))

@@ -103,7 +103,7 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         controller = start_controller(spec, replace=replaces)
         client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
         try:
-            attaching = client.connection.begin_attach()
+            attaching = client.connection.begin_attach(makes=True)
 
             def meanwhile() -> None:
                 if not is_checked:
@@ -111,7 +111,8 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
                 client.connection.finish_attach(attaching, within_s=spec.timeouts.start_s)
                 clock.end("controller" if is_checked else "controller, model checked")
 
-            return make(client, spec, opened, clock, meanwhile)
+            with client.making():
+                return make(client, spec, opened, clock, meanwhile)
         except BaseException:
             client.shutdown()
             raise
@@ -177,6 +178,7 @@ def make(
     loaded = _fill(client, spec, opened, preflight, clock)
     client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
     client.connection.refresh()
+    client.connection.generation = client.connection.snapshot.generation
     if spec.progress is None or spec.progress is True:
         tell(f"{spec.title}: {loaded.start_report.line()}")
     return RunningGroup(spec, client, loaded)

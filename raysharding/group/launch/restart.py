@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,8 +67,9 @@ def restart(
     spec = spec if world_size is None else replace(spec, world_size=world_size)
     spec.check()
     with UndoOnInterrupt():
-        record: FilesRecord = client.connection.ask("begin_restart", client.connection.key, claim, within_s=_STOP_S)
+        key = client.connection.key
         try:
+            record: FilesRecord = client.connection.ask("begin_restart", key, claim, within_s=_STOP_S)
             record = _settle(client, record)
             origin = record.origin
             if record.base is not None:
@@ -82,14 +84,15 @@ def restart(
             loaded = normal_path(spec.checkpoint)
             clock.end("ranks stopped, checkpoint")
             check = partial(check_fit, opened, spec.sharding, spec.loading)
-            fresh = make(client, spec, opened, clock, check, reloaded=None if is_own else loaded)
+            with client.making():
+                fresh = make(client, spec, opened, clock, check, reloaded=None if is_own else loaded)
         except BaseException as error:
             if isinstance(error, Exception):
                 error.add_note(f"raysharding: the group was being restarted: {why}")
-            client.connection.ask(
-                "give_up", client.connection.key, GroupError(f"{client.name}: its restart failed: {error}")
-            )
-            client.connection.refresh()
+            said = str(error) or type(error).__name__
+            with suppress(GroupError):  # the controller is gone
+                client.connection.ask("give_up", key, GroupError(f"{client.name}: its restart failed: {said}"))
+                client.connection.refresh()
             raise
     running.spec, running.loaded = fresh.spec, fresh.loaded
     if isinstance(fresh.spec.model, Adapted) and fresh.spec.model.base == loaded:

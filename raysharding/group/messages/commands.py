@@ -77,6 +77,8 @@ class StateChange:
     """How often the command changed them."""
     num_collectives: int = field(default=0, compare=False)
     """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
+    accumulates: bool = field(default=False, compare=False)
+    """True if the rank holds gradients of `forward_backward` for the next update."""
 
 
 def in_step(changes: Iterable[StateChange]) -> bool:

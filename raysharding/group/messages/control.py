@@ -105,10 +105,12 @@ class Submission:
     """True if the call takes several steps; its result is rank 0's value of the last one. See `NEXT_STEP`."""
     hands_on_steps: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
-    opens_claim: tuple[str, str] | None = None
-    """Kind and key of a claim that the driver has from this call on."""
-    ends_claim: str | None = None
-    """Key of a claim that ends with this call."""
+    uses_gradients: bool = False
+    """True if the call goes on from the gradients that the driver's last call has left."""
+    makes: bool = False
+    """True for the calls that make the group, or make it again: no other runs meanwhile."""
+    generation: str = ""
+    """`Snapshot.generation` as the driver knows it."""
     refused_beside: Mapping[str, str] = field(default_factory=dict)
     """Kind of a claim → why the call is refused while another holds such a claim."""
     save: BegunSave | None = None
@@ -139,6 +141,8 @@ class Outcome:
     """True if the error only says that the other part of a joint call could not run."""
     snapshot: Snapshot | None = None
     """The group after the call, if the call has changed what a snapshot says."""
+    generation: str | None = None
+    """The generation that the error tells the driver of; see `Snapshot`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class Snapshot:
     """Token → the failure of a save in the background that has ended, `None` if it is committed."""
     notes: tuple[tuple[int, str], ...] = ()
     """(number, line) of the last lines for people."""
+    generation: str = ""
+    """Identifies the ranks from one restart to the next, after which the model is that of files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,8 +291,10 @@ class RankCommands:
 
     def change(self) -> StateChange:
         """Return what the last command did to the model."""
-        worker, before, now = self._rank_worker, self._before, self._counts()
-        return StateChange(worker is not None and worker.status.whole, now[0] - before[0], now[1] - before[1])
+        if self._rank_worker is None:
+            return StateChange(whole=False, num_changes=0)
+        status, before, now = self._rank_worker.status, self._before, self._counts()
+        return StateChange(status.whole, now[0] - before[0], now[1] - before[1], status.accumulation.num_passes > 0)
 
     def keeps_adapters(self) -> bool:
         """Return True if the command that succeeded loaded a whole model and kept the adapters on it."""

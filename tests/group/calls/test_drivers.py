@@ -72,6 +72,8 @@ def test_a_copy_goes_to_the_ranks_that_another_driver_has_restarted(checkpoint: 
         assert source.copy_to(target).is_planned
         assert not source.copy_to(target).is_planned
         ShardedModelGroup.attach("shared").restart(world_size=2)
+        with pytest.raises(GroupError, match="was restarted by"):
+            source.copy_to(target)
         assert source.copy_to(target).is_planned, "with the new ranks"
 
 
@@ -88,6 +90,8 @@ def test_the_optimizer_that_one_driver_sets_is_that_of_the_others_also_after_the
         with pytest.raises(GroupError):
             first.call(int)
         first.restart()
+        with pytest.raises(GroupError, match="was restarted by"):
+            second.train_step(Split(ROWS), loss=loss)
         assert second.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
 
 
@@ -113,6 +117,7 @@ asks = {
     "state": lambda: group.state.value,
     "sleep": lambda: group.call(time.sleep, 0.01),
     "long": lambda: group.call(time.sleep, 60),
+    "restart": lambda: group.restart(world_size=2).world_size,
     "shutdown": lambda: group.shutdown(),
 }
 for line in sys.stdin:
@@ -292,6 +297,32 @@ except KeyboardInterrupt:
     tell(state=group.state.value)
 sys.stdin.readline()
 """
+
+
+RESTARTS = """
+sys.stdin.readline()
+group = ShardedModelGroup.attach("shared")
+threading = __import__("threading")
+threading.Timer(0.3, tell, kwargs={"restarts": True}).start()
+group.restart(world_size=3)
+"""
+
+
+def test_a_driver_that_dies_while_it_restarts_leaves_the_group_to_the_others(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, MINE) as mine, Driver(standing, checkpoint, RESTARTS) as other:
+        mine.hear()
+        other.say("go")
+        assert other.hear()["restarts"]
+        other.kill()
+        until = now() + KNOWN_S
+        while (state := ask(mine, "state")) != "broken":
+            assert state != "closed"
+            assert now() < until
+        assert ask(mine, "restart") == "2"
+        assert ask(mine, "forward") == "[3, 4]"
+        assert ask(mine, "shutdown") == "None"
 
 
 @pytest.mark.full
