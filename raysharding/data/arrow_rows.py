@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
 _MAX_ELEMENTS: Final = 2**31 - 1
@@ -43,24 +42,6 @@ class ArrowRows(Sequence[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self.batches:
             yield from _rows(batch)
-
-
-class TableReader(Reader):
-    """Reads the rows of a table."""
-
-    def __init__(self, table: Any) -> None:
-        """Begin at the first row of a pyarrow table."""
-        self._table, self._next = table, 0
-
-    def take(self, num_rows: int) -> Sequence[Any]:
-        """See `Reader`."""
-        part = self._table.slice(self._next, num_rows)
-        self._next += num_rows
-        return ArrowRows(part.to_batches())
-
-    def skip(self, num_rows: int) -> None:
-        """See `Reader`."""
-        self._next += num_rows
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:

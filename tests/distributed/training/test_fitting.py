@@ -18,7 +18,7 @@ from torch import nn
 
 from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
-from raysharding.data.position import Position
+from raysharding.data.order import Position
 from raysharding.data.source import Columns
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.device_mesh import init_mesh
