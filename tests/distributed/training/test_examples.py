@@ -360,7 +360,7 @@ def errors_are_shared() -> None:
         return made if "pixel_values" in made else made | {"input_ids": made["input_ids"] + 60}
 
     for collate, said in (
-        (opaque, "'images' holds a object, .*a blank image"),
+        (opaque, "images is a object: .*a blank image"),
         (picky, "no image"),
         (other_ids, "train_step: input_ids holds"),
     ):
