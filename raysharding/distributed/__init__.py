@@ -17,7 +17,7 @@ from raysharding.distributed.sharding import *
 from raysharding.distributed.training import train_step
 from raysharding.distributed.transfer import gather_state_dict
 from raysharding.distributed.weights import CopyReport
-from raysharding.lazy_names import lazy_names
+from raysharding.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysharding.distributed.accelerate_compat import FullyShardedDataParallelPlugin

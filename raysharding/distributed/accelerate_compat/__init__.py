@@ -22,7 +22,7 @@ from raysharding.distributed.accelerate_compat.prepare_model import fsdp2_prepar
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.fully_shard import contexts_of, named_submodules
 from raysharding.errors import PlanError
-from raysharding.lazy_names import lazy_names
+from raysharding.imports import lazy_names
 from raysharding.torch_internals import ActivationWrapper, checkpoint_wrapper, offload_wrapper
 
 if TYPE_CHECKING:
