@@ -99,7 +99,7 @@ def check_whole(kinds: Mapping[str, str], whole: Collection[str], path: str | No
     for name in whole:
         if "floats" in (kind := kinds.get(name, "")):
             what = f"the column {name!r} holds {kind}, and the model takes ids, which are whole numbers"
-            raise DataError(f"{what}: write it as int64, or make the batches by collate=", path=path)
+            raise DataError(f"{what}: write it as int64, or make the batches by collate_fn=", path=path)
 
 
 def schema_as_text(schema: Any) -> str:

@@ -183,7 +183,7 @@ def rows_of(data: Any) -> Rows:
     if isinstance(data, DataLoader):
         raise TypeError(
             "data is a DataLoader, whose batches are made in this process: give its dataset, and batch_size=, shuffle= "
-            "and collate= (its collate_fn); every rank then reads its own rows"
+            "and collate_fn=; every rank then reads its own rows"
         )
     if isinstance(data, Mapping):
         if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):

@@ -1,4 +1,4 @@
-"""The forwards that all ranks take for a batch: more than one for a part where `collate` gave ranks other arguments.
+"""The forwards that all ranks take for a batch: more than one for a part where `collate_fn` gave ranks other arguments.
 
 Note [Passes]: rows of text beside rows with images.
     A rank whose rows have no image has no `pixel_values`: it would not run the vision tower, and the others would wait
@@ -48,7 +48,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         loss: The caller's loss function; `None` for the model's own.
 
     Raises:
-        Exception: On every rank: the error of `collate` on one rank.
+        Exception: On every rank: the error of `collate_fn` on one rank.
         ValueError: On every rank: an id is out of range, or as from `agreed_passes`.
     """
     if batch.examples is None:
