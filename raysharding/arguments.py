@@ -47,7 +47,7 @@ _OURS = {
     "accumulate_grad_batches grad_accum_steps": "gradient_accumulation_steps",
     "gradient_clip_val grad_clip clip_grad_norm": "max_grad_norm",
     "loss_fn criterion compute_loss compute_loss_func": "loss",
-    "data_collator collate_fn": "collate",
+    "data_collator collate": "collate_fn",
     "eval_dataset val_dataset validation_data val_dataloaders": "eval_data",
     "eval_steps eval_strategy evaluation_strategy val_check_interval check_val_every_n_epoch": "eval_every",
     "compute_metrics": "metrics",

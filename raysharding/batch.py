@@ -29,20 +29,20 @@ class Split:
     the model gets the mapping's tensors as keyword arguments: `group.forward(Split(batch))`. If a model's forward takes
     a mapping itself, pass the mapping by name: `group.forward(x=Split(mapping))`.
 
-    With `collate`, `value` is a list of examples of any kind, which is divided as rows are: each rank makes the model's
-    arguments of its own examples. Such a `Split` is the only positional argument, and no other one is beside it:
-    `group.train_step(Split(examples, collate=collate))`.
+    With `collate_fn`, `value` is a list of examples of any kind, which is divided as rows are: each rank makes the
+    model's arguments of its own examples. Such a `Split` is the only positional argument, and no other one is beside
+    it: `group.train_step(Split(examples, collate_fn=collate))`.
     """
 
     value: Any
     """A tensor or numpy array, or nested dicts, lists, tuples, dataclasses of these. Arrays reach ranks as tensors. A
     list of numbers, or of equally long lists of numbers, becomes the tensor that `torch.tensor` makes of it. With
-    `collate`, a list or tuple of examples that can be pickled."""
+    `collate_fn`, a list or tuple of examples that can be pickled."""
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
     rows_per_item: int = 1
     """Number of consecutive rows that belong together, the same in all Splits of a call. Default 1."""
-    collate: Collate | None = None
+    collate_fn: Collate | None = None
     """Called on each rank with the list of the rank's examples, once for each part of an accumulation. Its tensors may
     have any shape, such as the patches of images. Default: none, `value` holds tensors."""
 
@@ -50,7 +50,7 @@ class Split:
         """Make tensors of lists of numbers; raise ValueError if these differ in length, or an option is invalid."""
         _check_dim("Split", self.dim)
         check_int("rows_per_item", self.rows_per_item)
-        if self.collate is not None:
+        if self.collate_fn is not None:
             _check_examples(self)
         elif not isinstance(self.value, torch.Tensor):
             object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
@@ -65,7 +65,7 @@ class Split:
             ValueError: There is no tensor, a leaf is not a tensor, a tensor lacks `dim`, or row counts differ. The
                 error names the path.
         """
-        if self.collate is not None:
+        if self.collate_fn is not None:
             return len(self.value)
         counts = {where: _count_rows(where, leaf, self.dim) for where, leaf in leaves(self.value, path)}
         if not counts:
@@ -75,11 +75,11 @@ class Split:
 
     def dims(self) -> set[int]:
         """Return the dims that hold rows, counted from the front: several if `dim` is negative and `ndim` varies."""
-        return {0} if self.collate is not None else {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
+        return {0} if self.collate_fn is not None else {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
 
     def rows(self, start: int, num_rows: int) -> Split:
         """Return copies of rows `start … start + num_rows`: sending a view would send its whole storage."""
-        if self.collate is not None:
+        if self.collate_fn is not None:
             return replace(self, value=list(self.value[start : start + num_rows]))
         return replace(self, value=map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value))
 
@@ -88,7 +88,7 @@ class Split:
         if self.num_rows() >= num_rows:
             return self.rows(0, num_rows)
         first, times = self.rows(0, self.rows_per_item), num_rows // self.rows_per_item
-        if self.collate is not None:
+        if self.collate_fn is not None:
             return replace(first, value=first.value * times)
         return replace(first, value=map_leaves(lambda _, leaf: torch.cat([leaf] * times, dim=self.dim), first.value))
 
@@ -131,7 +131,7 @@ class PerRank(Sequence[Any]):
 _MARKS = (Split, Same, PerRank)
 _COLUMN = re.compile(r"(^|_)(mask|labels?|targets?|ids|positions)$")
 _NAME = re.compile(r"[^\W\d]\w*")
-_NO_ROWS = "where images are no rows, give Split(examples, collate=...), a list of examples that each rank collates"
+_NO_ROWS = "where images are no rows, give Split(examples, collate_fn=...), a list of examples that each rank collates"
 _GENERATION_LISTS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids")
 _KINDS = ("gather", "rank0", "per_rank", "refs", "none")
 _GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.none()"
@@ -236,17 +236,17 @@ class RankBatch:
     def examples(self) -> Split | None:
         """The `Split` of this rank's examples, before `collated`; `None` if the values are the model's arguments."""
         first = self.wrapped_args[0] if self.wrapped_args else None
-        return first if isinstance(first, Split) and first.collate is not None else None
+        return first if isinstance(first, Split) and first.collate_fn is not None else None
 
     def collated(self) -> RankBatch:
-        """Return the same call with the arguments that `collate` makes of this rank's examples.
+        """Return the same call with the arguments that `collate_fn` makes of this rank's examples.
 
         Raises:
-            ValueError: `collate` returned no tensor, or an argument that the call has as well.
+            ValueError: `collate_fn` returned no tensor, or an argument that the call has as well.
         """
-        if self.examples is None or self.examples.collate is None:
+        if self.examples is None or self.examples.collate_fn is None:
             return self
-        made = self.examples.collate(self.examples.value)
+        made = self.examples.collate_fn(self.examples.value)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(made, Mapping):
@@ -444,10 +444,10 @@ def deal(
     for name, below, leaf in found:
         _check_mark(name + below, leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
-    if any(split.collate for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
+    if any(split.collate_fn for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
         raise ValueError(
-            f"{', '.join(splits)}: a Split with collate= is the only Split and the only positional argument of a call: "
-            "let collate return what else has rows"
+            f"{', '.join(splits)}: a Split with collate_fn= is the only Split and the only positional argument of a "
+            "call: let collate_fn return what else has rows"
         )
     _check_counts(counts)
     per_item = _rows_per_item(splits, counts)
@@ -491,7 +491,7 @@ def _map_marks(change: Callable[[Any], Any], value: Any, *kinds: type) -> Any:
 
 def _check_mark(path: str, mark: Any, world_size: int) -> None:
     """Raise ValueError for a mark inside another mark, and for a `PerRank` of the wrong length."""
-    if not isinstance(mark, _MARKS) or (isinstance(mark, Split) and mark.collate is not None):
+    if not isinstance(mark, _MARKS) or (isinstance(mark, Split) and mark.collate_fn is not None):
         return
     inside = mark.values if isinstance(mark, PerRank) else mark.value
     for where, leaf in leaves(inside, path, _MARKS):
@@ -557,9 +557,9 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
 
 
 def _check_examples(split: Split) -> None:
-    if not isinstance(split.value, list | tuple) or not callable(split.collate) or split.dim:
-        told = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate={split.collate!r})"
-        raise ValueError(f"{told}: give a list of examples, collate= a function of such a list, and no dim=")
+    if not isinstance(split.value, list | tuple) or not callable(split.collate_fn) or split.dim:
+        told = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate_fn={split.collate_fn!r})"
+        raise ValueError(f"{told}: give a list of examples, collate_fn= a function of such a list, and no dim=")
 
 
 def _check_dim(what: str, dim: Any) -> None:

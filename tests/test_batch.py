@@ -489,7 +489,7 @@ def test_examples_are_dealt_and_collated_by_part() -> None:
     examples = [{"number": number, "label": "text"} for number in range(5)]
     for world_size, num_parts in ((1, 1), (2, 1), (2, 2), (3, 2), (6, 1)):
         found: list[int] = []
-        for batch in deal([Split(examples, collate=first_and_number)], {"flag": True}, world_size):
+        for batch in deal([Split(examples, collate_fn=first_and_number)], {"flag": True}, world_size):
             for part in map(RankBatch.collated, batch.parts(num_parts)):
                 kwargs = part.kwargs
                 assert (kwargs["flag"], kwargs["text"], part.num_held) == (True, "x", len(kwargs["all"]))
@@ -497,7 +497,7 @@ def test_examples_are_dealt_and_collated_by_part() -> None:
                 found += kwargs["all"].tolist() if part.num_rows else []
                 assert part.num_rows or kwargs["all"].tolist() == [0] or num_parts > 1
         assert found == list(range(5))
-    pairs = deal([Split(examples[:4], collate=first_and_number, rows_per_item=2)], {}, 3)
+    pairs = deal([Split(examples[:4], collate_fn=first_and_number, rows_per_item=2)], {}, 3)
     assert [batch.collated().kwargs["all"].tolist() for batch in pairs] == [[0, 1], [2, 3], [0, 1]]
     assert pairs[0].resized(4).collated().kwargs["all"].tolist() == [0, 1, 0, 1]
 
@@ -505,16 +505,16 @@ def test_examples_are_dealt_and_collated_by_part() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Split(torch.ones(2), collate=len), r"Split\(a Tensor, dim=0, collate=.*give a list of examples"),
-        (lambda: Split([1, 2], collate="f"), "collate='f'"),  # type: ignore[arg-type]
-        (lambda: Split([1, 2], dim=1, collate=len), "and no dim="),
-        (lambda: deal([Split([1, 2], collate=len), 3], {}, 2), "the only positional argument of a call"),
-        (lambda: deal([Split([1, 2], collate=len)], {"x": Split(torch.ones(2))}, 2), r"args\[0\], x: a Split with"),
-        (lambda: deal([], {"x": Split([1, 2], collate=len)}, 2), "x: a Split with collate="),
-        (lambda: deal([Split([], collate=len)], {}, 2), "0 rows"),
-        (lambda: deal([Split([1, 2], collate=len)], {}, 1)[0].collated(), "returned a int without a tensor"),
+        (lambda: Split(torch.ones(2), collate_fn=len), r"Split\(a Tensor, dim=0, collate_fn=.*give a list of examples"),
+        (lambda: Split([1, 2], collate_fn="f"), "collate_fn='f'"),  # type: ignore[arg-type]
+        (lambda: Split([1, 2], dim=1, collate_fn=len), "and no dim="),
+        (lambda: deal([Split([1, 2], collate_fn=len), 3], {}, 2), "the only positional argument of a call"),
+        (lambda: deal([Split([1, 2], collate_fn=len)], {"x": Split(torch.ones(2))}, 2), r"args\[0\], x: a Split with"),
+        (lambda: deal([], {"x": Split([1, 2], collate_fn=len)}, 2), "x: a Split with collate_fn="),
+        (lambda: deal([Split([], collate_fn=len)], {}, 2), "0 rows"),
+        (lambda: deal([Split([1, 2], collate_fn=len)], {}, 1)[0].collated(), "returned a int without a tensor"),
         (
-            lambda: deal([Split([1], collate=lambda rows: {"x": torch.ones(1)})], {"x": 3}, 1)[0].collated(),
+            lambda: deal([Split([1], collate_fn=lambda rows: {"x": torch.ones(1)})], {"x": 3}, 1)[0].collated(),
             "x: given twice, by collate",
         ),
     ],

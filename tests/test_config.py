@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy
 
 from raysharding import config
 from raysharding.config import Loading, Placement, Sharding, Timeouts
-from raysharding.distributed.accelerate_compat import FullyShardedDataParallelPlugin
 from raysharding.distributed.fully_shard import mixed_precision_policy
 
 CONFIGS = (Sharding, Loading, Placement, Timeouts)
@@ -151,11 +150,3 @@ def test_a_dtype_has_the_same_names_everywhere() -> None:
         policies = [MixedPrecisionPolicy(param_dtype=name, reduce_dtype=name) for name in given]  # type: ignore[arg-type]
         wanted = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         assert all(Sharding(mixed_precision=policy).mixed_precision == wanted for policy in policies)
-        plugins = [FullyShardedDataParallelPlugin(mixed_precision_policy=name) for name in given[1:]]
-        plugins += [
-            FullyShardedDataParallelPlugin(
-                mixed_precision_policy={"param_dtype": name, "reduce_dtype": name, "buffer_dtype": name}
-            )
-            for name in given
-        ]
-        assert all(plugin.mixed_precision_policy == MixedPrecision(dtype, dtype, dtype) for plugin in plugins)

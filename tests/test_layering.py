@@ -38,10 +38,9 @@ def _floor(number: int, third_party: str, purpose: str) -> Floor:
 
 
 FLOORS = {
-    "gc_pause": _floor(-1, "", "Python's cyclic garbage collector, paused"),
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
     "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
-    "lazy_names": _floor(0, "", "packages whose names are imported on first use"),
+    "imports": _floor(0, "", "names that are imported on first use; the garbage collector paused meanwhile"),
     "arguments": _floor(0, "", "errors for a caller's arguments: unknown keywords, integers"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
     "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),

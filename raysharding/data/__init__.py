@@ -4,7 +4,6 @@ The batch of a step depends on data, batch size and seed, and not on the number 
 """
 
 from raysharding.data.arrow_rows import (
-    TableReader,
     as_table,
     cast_table,
     check_whole,
@@ -28,14 +27,21 @@ from raysharding.data.batches import (
     part_batches,
 )
 from raysharding.data.collate import KnownColumns, rank_batch
-from raysharding.data.files import DataPath, RowFiles, is_path, list_all_files, list_files
+from raysharding.data.files import DataPath, RowFiles, hub_name, is_path, list_all_files, list_files
 from raysharding.data.fingerprint import as_json, fingerprint, rows_fingerprint
-from raysharding.data.hub_rows import hub_name
-from raysharding.data.key_types import key_types, plain
-from raysharding.data.order import Order
+from raysharding.data.order import Order, Position
 from raysharding.data.parquet import ParquetFiles
 from raysharding.data.part_files import Part, PartFiles, PartTable, PartWriter, cut_parts
-from raysharding.data.position import Position
 from raysharding.data.prefetch import Prefetch
-from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of
+from raysharding.data.source import (
+    BlockSource,
+    Reader,
+    Rows,
+    SequenceRows,
+    Stream,
+    TableReader,
+    key_types,
+    plain,
+    rows_of,
+)
 from raysharding.data.text_files import TEXT_SUFFIXES, TextFiles

@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
 _MAX_ELEMENTS: Final = 2**31 - 1
@@ -43,24 +42,6 @@ class ArrowRows(Sequence[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self.batches:
             yield from _rows(batch)
-
-
-class TableReader(Reader):
-    """Reads the rows of a table."""
-
-    def __init__(self, table: Any) -> None:
-        """Begin at the first row of a pyarrow table."""
-        self._table, self._next = table, 0
-
-    def take(self, num_rows: int) -> Sequence[Any]:
-        """See `Reader`."""
-        part = self._table.slice(self._next, num_rows)
-        self._next += num_rows
-        return ArrowRows(part.to_batches())
-
-    def skip(self, num_rows: int) -> None:
-        """See `Reader`."""
-        self._next += num_rows
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:
@@ -118,7 +99,7 @@ def check_whole(kinds: Mapping[str, str], whole: Collection[str], path: str | No
     for name in whole:
         if "floats" in (kind := kinds.get(name, "")):
             what = f"the column {name!r} holds {kind}, and the model takes ids, which are whole numbers"
-            raise DataError(f"{what}: write it as int64, or make the batches by collate=", path=path)
+            raise DataError(f"{what}: write it as int64, or make the batches by collate_fn=", path=path)
 
 
 def schema_as_text(schema: Any) -> str:

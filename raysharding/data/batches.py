@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any
 
 from raysharding.batch import incomplete_item, split_rows
@@ -94,26 +93,6 @@ def _stream(
         step += 1
 
 
-class _Joined(Sequence[Any]):
-    """Rows of several blocks, each made on access; with `batches` as `ArrowRows`, if they are Arrow's."""
-
-    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
-        known = [part.batches for part in parts if isinstance(part, ArrowRows)]
-        self.batches = list(chain.from_iterable(known)) if len(known) == len(parts) else None
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __getitem__(self, index: Any) -> Any:
-        part = bisect_right(self._ends, index)
-        return self._parts[part][index - self._ends[part] + len(self._parts[part])]
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._parts)
-
-
 class _Cursor:
     """Reads pieces of blocks, and keeps the reader of a block open between pieces."""
 
@@ -123,9 +102,10 @@ class _Cursor:
         self._block, self._next = -1, 0
 
     def take(self, pieces: Iterable[Piece]) -> Sequence[Any]:
-        """Return the rows of pieces, each made on access."""
+        """Return the rows of pieces; those of Arrow's are made on access."""
         parts = [self._take(piece) for piece in pieces]
-        return parts[0] if len(parts) == 1 else _Joined(parts)
+        batches = [part.batches for part in parts if isinstance(part, ArrowRows)]
+        return ArrowRows(list(chain(*batches))) if len(batches) == len(parts) else list(chain(*parts))
 
     def _take(self, piece: Piece) -> Sequence[Any]:
         if self._reader is None or piece.block != self._block or piece.start < self._next:

@@ -27,8 +27,8 @@ def default_collate(rows: list[Any]) -> Any:
     try:
         return stack(tensors)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{_misfit(tensors) or error}; give collate= a function that makes a batch of rows, such as "
-                         "transformers' DataCollatorWithPadding(tokenizer)") from error  # fmt: skip
+        raise ValueError(f"{_misfit(tensors) or error}; give collate_fn= a function that makes a batch of rows, "
+                         "such as transformers' DataCollatorWithPadding(tokenizer)") from error  # fmt: skip
 
 
 class KnownColumns:
@@ -79,7 +79,7 @@ class KnownColumns:
         if not kept:
             takes = "no text" if known is None else f"only {', '.join(sorted(known))}"
             have = f"the rows have the columns {', '.join(columns)}"
-            raise DataError(f"{have}, and the model takes {takes}: rename columns, or give collate=")
+            raise DataError(f"{have}, and the model takes {takes}: rename columns, or give collate_fn=")
         self.dropped += tuple(name for name in columns if name not in kept and name not in self.dropped)
         return kept
 
@@ -158,5 +158,5 @@ def rank_batch(
                 raise
             raise ValueError(f"{error}; {null}") from error
 
-    split = Split(rows, rows_per_item=rows_per_item, collate=collate_or_name)
+    split = Split(rows, rows_per_item=rows_per_item, collate_fn=collate_or_name)
     return RankBatch((split,), num_rows=counts[rank], rows=counts, rows_per_item=rows_per_item)

@@ -13,11 +13,12 @@ from typing import Any, Self
 from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, normal_path, remote_storage, root_of
 from raysharding.data.arrow_rows import schema_from_text
 from raysharding.data.collate import KnownColumns
-from raysharding.data.source import BlockSource
+from raysharding.data.source import BlockSource, HubRows
 from raysharding.errors import CheckpointError, DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".json")
 """Endings of files of rows. Of a directory, the files with the first of these that it has are read."""
+_HUB_NAME = re.compile(r"(?P<name>[^:]+)(:(?P<split>[\w.%+\[\]:-]+))?")
 _HANDLES = 32
 _CURES = {
     ".gz .bz2 .zst .xz .zip": "it is compressed, and rows are read by ranges of bytes: decompress it, or write Parquet",
@@ -142,6 +143,19 @@ def is_path(data: Any) -> bool:
     if not isinstance(data, str):
         return isinstance(data, os.PathLike)
     return data.partition("?")[0].lower().endswith(SUFFIXES) or os.path.isdir(data)
+
+
+def hub_name(text: str) -> HubRows | None:
+    """Return the dataset that a text names: `org/name` or `name:split`; `None` if it is a path.
+
+    What exists here is a path, and so is what has a scheme, or the ending of a file of rows.
+    """
+    match = _HUB_NAME.fullmatch(text)
+    if match is None or "://" in text or text.lower().endswith(SUFFIXES) or os.path.exists(text):
+        return None
+    if match["split"] is None and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
+        return None
+    return HubRows(match["name"], match["split"] or "train")
 
 
 def list_all_files(source: DataPath) -> tuple[str, ...]:

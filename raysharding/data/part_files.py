@@ -47,7 +47,7 @@ _FINGERPRINTS: Final = {
         "the rows differ from those",
         ": it is other data or another order, other columns=, or files written anew",
     ),
-    "code": ("fn= or collate= differs from that", ", in its code, its defaults or a value that it closes over"),
+    "code": ("fn= or collate_fn= differs from that", ", in its code, its defaults or a value that it closes over"),
 }
 """Entry of the record whose values say nothing to people → what an error says of another value."""
 _COUNTS: Final = ("num_rows", "num_parts")

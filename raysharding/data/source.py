@@ -1,15 +1,23 @@
-"""Sources of rows: blocks, which can be read from any row on, and streams, which are iterated."""
+"""Sources of rows: blocks, which can be read from any row on, and streams, which are iterated.
+
+`key_types`: the types of the columns that `predict` takes over from the data: those of the data as a whole, not of a
+batch.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+
+from raysharding.data.arrow_rows import ArrowRows, as_table, common_schema, mixed_types
+from raysharding.errors import DataError
 
 
 class Reader(ABC):
@@ -43,6 +51,24 @@ class BlockSource(ABC):
     def types(self) -> Any:
         """`common_schema` of all rows, if they are Arrow's; else `None`."""
         return None
+
+
+class TableReader(Reader):
+    """Reads the rows of a table."""
+
+    def __init__(self, table: Any) -> None:
+        """Begin at the first row of a pyarrow table."""
+        self._table, self._next = table, 0
+
+    def take(self, num_rows: int) -> Sequence[Any]:
+        """See `Reader`."""
+        part = self._table.slice(self._next, num_rows)
+        self._next += num_rows
+        return ArrowRows(part.to_batches())
+
+    def skip(self, num_rows: int) -> None:
+        """See `Reader`."""
+        self._next += num_rows
 
 
 class _SequenceReader(Reader):
@@ -90,6 +116,35 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class HubRows:
+    """The rows of one split. Picklable; each process loads them when it first needs them."""
+
+    name: str
+    """What `datasets.load_dataset` takes: `org/name`, or a directory."""
+    split: str
+    """Name of the split, or a part of one: `train[:1000]`."""
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The `datasets.Dataset`."""
+        import datasets
+
+        try:
+            return datasets.load_dataset(self.name, split=self.split)
+        except Exception as error:  # `datasets` has errors of many libraries
+            raise DataError(f"datasets.load_dataset({self.name!r}, split={self.split!r}): {error}") from error
+
+    def __len__(self) -> int:
+        return len(self.loaded)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.loaded[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.split)
+
+
+@dataclass(frozen=True)
 class Stream:
     """Rows of an iterable, once per epoch; every rank iterates over all rows and keeps its own."""
 
@@ -128,7 +183,7 @@ def rows_of(data: Any) -> Rows:
     if isinstance(data, DataLoader):
         raise TypeError(
             "data is a DataLoader, whose batches are made in this process: give its dataset, and batch_size=, shuffle= "
-            "and collate= (its collate_fn); every rank then reads its own rows"
+            "and collate_fn=; every rank then reads its own rows"
         )
     if isinstance(data, Mapping):
         if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):
@@ -164,3 +219,55 @@ def _columns(data: Mapping[str, Any]) -> Columns:
     if not any(lengths.values()):
         raise ValueError("data has no rows")
     return Columns(data)
+
+
+def key_types(source: BlockSource, keys: Sequence[str]) -> Any:
+    """Return a pyarrow schema of the columns whose types can be known without reading rows from storage.
+
+    Args:
+        source: The data: files and blocks have types, and so have datasets of Hugging Face; lists and columns in memory
+            are read whole.
+        keys: Names of columns.
+
+    Raises:
+        DataError: No one type holds the values of a column.
+    """
+    import pyarrow as arrow
+
+    if not keys:
+        return arrow.schema([])
+    rows = source.rows if isinstance(source, SequenceRows) else None
+    if isinstance(rows, Columns):
+        return _inferred({name: _typed(rows.columns[name]) for name in keys if name in rows.columns})
+    if isinstance(rows, list | tuple):
+        has = [name for name in keys if all(isinstance(row, Mapping) and name in row for row in rows)]
+        return _inferred({name: [plain(row[name]) for row in rows] for name in has})
+    schema = _schema_of_features(rows) if rows is not None else source.types
+    known = [one for one in schema or () if one.name in keys]
+    for one in known:
+        if mixed := mixed_types(one):
+            raise DataError(f"keys={list(keys)}: the column {one.name!r} {mixed}: write it with one type")
+    return arrow.schema([(one.name, one.type) for one in known])
+
+
+def plain(value: Any) -> Any:
+    """Return an array, tensor or scalar of one as Python values; other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _inferred(columns: Mapping[str, Any]) -> Any:
+    return as_table(columns, {}, "the column {!r} of the data (keys=)".format).schema
+
+
+def _typed(column: Any) -> Any:
+    """Return values that have the type of a column; of tensors and arrays, which have one, an empty part."""
+    if isinstance(column, torch.Tensor) or (isinstance(column, np.ndarray) and column.dtype != object):
+        return column[:0]
+    return [plain(value) for value in column]
+
+
+def _schema_of_features(rows: Any) -> Any:
+    """Return the schema of a dataset of Hugging Face; empty for others, and where a transform makes other rows."""
+    loaded = rows.loaded if isinstance(rows, HubRows) else rows
+    schema = getattr(getattr(loaded, "features", None), "arrow_schema", None)
+    return () if schema is None or loaded.format["type"] == "custom" else common_schema([("", schema)])

@@ -13,10 +13,10 @@ from typing import Any, Self
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import TableReader, check_whole, common_type, kind_of, schema_as_text
+from raysharding.data.arrow_rows import check_whole, common_type, kind_of, schema_as_text
 from raysharding.data.collate import KnownColumns
 from raysharding.data.files import DataPath, RowFiles, check_names_differ, chosen_columns, reading
-from raysharding.data.source import Reader
+from raysharding.data.source import Reader, TableReader
 from raysharding.errors import DataError
 from raysharding.tree import leaves
 

@@ -1,6 +1,8 @@
 """The SPMD layer: plain `torch.distributed`, for people with their own launcher and for the group's workers. No ray."""
 
 # ruff: noqa: F403 - a face whose names all belong here, too
+from typing import TYPE_CHECKING
+
 import raysharding.distributed.accelerate_compat as accelerate_compat
 import raysharding.distributed.fsdp as fsdp
 import raysharding.distributed.sharding as sharding
@@ -15,6 +17,10 @@ from raysharding.distributed.sharding import *
 from raysharding.distributed.training import train_step
 from raysharding.distributed.transfer import gather_state_dict
 from raysharding.distributed.weights import CopyReport
+from raysharding.imports import lazy_names
+
+if TYPE_CHECKING:
+    from raysharding.distributed.accelerate_compat import FullyShardedDataParallelPlugin
 
 # This library's own.
 __all__ = [
@@ -42,3 +48,5 @@ __all__ = [
 __all__ += accelerate_compat.__all__  # accelerate's FSDP utilities
 __all__ += fsdp.__all__  # PyTorch's FullyShardedDataParallel
 __all__ += sharding.__all__  # sharded modules
+
+__getattr__, __dir__ = lazy_names(__name__, ("FullyShardedDataParallelPlugin",), ("accelerate_compat",))

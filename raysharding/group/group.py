@@ -666,7 +666,7 @@ class ShardedModelGroup:
         shuffle: bool = False,
         seed: int = 0,
         columns: Sequence[str] | None = None,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
         loss: Callable[..., Any] | None = None,
         eval_data: Any = None,
         eval_every: int | None = None,
@@ -725,15 +725,15 @@ class ShardedModelGroup:
                 iterable.
             seed: Seed of the random order.
             columns: Columns of files or Ray datasets to read. Default: all.
-            collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
+            collate_fn: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
                 positional arguments, or one tensor, as transformers' data collators do. The model gets them as they
-                are: images need not be rows. `collate` runs between the steps, once for each part of an accumulation.
+                are: images need not be rows. It runs between the steps, once for each part of an accumulation.
                 Where it makes other arguments of some ranks' rows (images, and none), the part takes a forward for each
                 kind. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
                 names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
                 transformers gets all columns but text).
             loss: As for `train_step`.
-            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss`,
+            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate_fn`, `loss`,
                 `batch_size` and `rows_per_item`. The evaluations are those of `evaluate`, and change no step of the
                 run: neither its losses nor its random numbers. Files are opened once, before the first step; their rows
                 are read anew in each evaluation, and not kept. Default: no evaluation.
@@ -754,7 +754,7 @@ class ShardedModelGroup:
                 skip the batch; it keeps its step number and its position in the data, optimizer and schedule take no
                 step, its `loss` and `grad_norm` are NaN in the report, its number is in the report's `skipped`, and one
                 warning is issued for all such batches. `"raise"`: the run ends with an `EmptyBatchError`. Default skip.
-            prefetch: Number of batches that each rank reads ahead; at least two if `collate` is not given.
+            prefetch: Number of batches that each rank reads ahead; at least two if `collate_fn` is not given.
             save_to: Directory or URI of the saves `step-<number>`, as for `save`. It may hold saves of the same run,
                 but of no other run. Default: nothing is saved.
             save_every: Number of steps between two saves; one more save is made at the end. Default: only the save at
@@ -800,7 +800,7 @@ class ShardedModelGroup:
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
         with self._fits.running(self._client):
-            dataset = self._dataset(data, columns, collate)
+            dataset = self._dataset(data, columns, collate_fn)
             data_plan = DataPlan(
                 source=dataset.source,
                 batch_size=batch_size,
@@ -809,12 +809,12 @@ class ShardedModelGroup:
                 max_steps=max_steps,
                 shuffle=shuffle,
                 seed=seed,
-                collate=collate,
+                collate_fn=collate_fn,
                 prefetch=prefetch,
                 stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
-            held_out = None if eval_data is None else self._dataset(eval_data, columns, collate)
+            held_out = None if eval_data is None else self._dataset(eval_data, columns, collate_fn)
             evaluation = eval_options(held_out, data_plan, loss, eval_every, metrics, keep_best, stop)
             eval_plan = None if evaluation is None else evaluation.plan
             plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty, eval_plan)
@@ -846,7 +846,7 @@ class ShardedModelGroup:
         with_loss: bool = True,
         max_steps: int | None = None,
         columns: Sequence[str] | None = None,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
         prefetch: int = 2,
     ) -> Call[dict[str, float]]:
         """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
@@ -862,7 +862,7 @@ class ShardedModelGroup:
             with_loss: True to compute the loss; without it rows need no labels. Default True.
             max_steps: Number of batches after which to end. Default: all.
             columns: As for `fit`.
-            collate: As for `fit`.
+            collate_fn: As for `fit`.
             prefetch: As for `fit`.
 
         Returns:
@@ -875,13 +875,13 @@ class ShardedModelGroup:
             DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        dataset, client = self._dataset(data, columns, collate), self._client
+        dataset, client = self._dataset(data, columns, collate_fn), self._client
         data_plan = DataPlan(
             source=dataset.source,
             batch_size=batch_size,
             rows_per_item=rows_per_item,
             max_steps=max_steps,
-            collate=collate,
+            collate_fn=collate_fn,
             prefetch=prefetch,
             stall_s=self._client.timeouts.load_stall_s,
         )
@@ -903,7 +903,7 @@ class ShardedModelGroup:
         output: str | os.PathLike[str] | None = None,
         keys: Sequence[str] = (),
         columns: Sequence[str] | None = None,
-        collate: Collate | None = None,
+        collate_fn: Collate | None = None,
         generate_kwargs: Mapping[str, Any] | None = None,
         sort_by: Literal["length"] | None = None,
         rows_per_file: int | None = None,
@@ -935,7 +935,7 @@ class ShardedModelGroup:
                 the data. A file appears when it is complete. Default: the result is returned.
             keys: Columns of the data that the result has as well, with the types of the data. Default: none.
             columns: As for `fit`; `keys` are read, too.
-            collate: As for `fit`; runs on a thread beside the model, and must not use the random generators of torch.
+            collate_fn: As for `fit`; runs on a thread beside the model, and must not use torch's random generators.
                 Padding must be masked (`attention_mask`), since rows are padded to other lengths than in one process.
             generate_kwargs: Arguments of transformers' `generate`, which then runs in place of a forward; see
                 `generate`. Samples differ from run to run. Default: a forward.
@@ -946,9 +946,9 @@ class ShardedModelGroup:
                 anew that was not complete. Default: 64 batches, or a thousandth of the rows if that is more.
             resume: True to continue the run in `output` that was killed or interrupted, with any number of ranks and
                 any `batch_size`: complete files stay, and the rows of the others are computed. Without a run there, a
-                new one begins. It must be a run with the same weights on the same rows, with the same `fn`, `collate`,
-                `keys` and `generate_kwargs`, as far as that can be told (docs/pages/embed-a-dataset.md). Default False:
-                `output` must be empty, or not exist.
+                new one begins. It must be a run with the same weights on the same rows, with the same `fn`,
+                `collate_fn`, `keys` and `generate_kwargs`, as far as that can be told
+                (docs/pages/embed-a-dataset.md). Default False: `output` must be empty, or not exist.
             prefetch: Number of batches that each rank reads ahead.
             progress: True to show a bar with rows per second, False for nothing. Default: as for `fit`.
 
@@ -974,7 +974,7 @@ class ShardedModelGroup:
         check_names("columns", columns)
         with self._fits.running(self._client, "predict"):
             read = None if columns is None else dict.fromkeys((*columns, *keys))
-            dataset = self._dataset(data, None if read is None else list(read), collate)
+            dataset = self._dataset(data, None if read is None else list(read), collate_fn)
             refuse_iterable(dataset.source)
             plan = PredictPlan(
                 source=dataset.source,
@@ -983,7 +983,7 @@ class ShardedModelGroup:
                 generate_kwargs=generate_kwargs,
                 keys=tuple(keys),
                 by_length=sort_by == "length",
-                collate=collate,
+                collate_fn=collate_fn,
                 prefetch=prefetch,
                 rows_per_file=rows_per_file,
                 output=None if output is None else output_path("output", output),
@@ -994,9 +994,9 @@ class ShardedModelGroup:
             limit = self._running.spec.max_restarts
             return PredictRun(self._client, limit, plan, dataset, progress, self._fits, self._restart).run()
 
-    def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
+    def _dataset(self, data: Any, columns: Sequence[str] | None, collate_fn: Collate | None) -> DatasetHandle:
         # A collate function may transform a column; without one, a column is the model argument of the same name.
-        whole = self._running.loaded.bounds.num_ids if collate is None else ()
+        whole = self._running.loaded.bounds.num_ids if collate_fn is None else ()
         return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle

@@ -21,7 +21,7 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
-from raysharding.gc_pause import paused_gc
+from raysharding.imports import paused_gc
 from raysharding.models.adapters import ADAPTER, Adapted, set_base
 from raysharding.models.conversion import kept_in_float32
 

@@ -145,7 +145,7 @@ class InputBounds:
             if number is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
                 raise ValueError(
                     f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
-                    f"{number - 1}: convert it to int64; in data, convert its column, or use collate="
+                    f"{number - 1}: convert it to int64; in data, convert its column, or use collate_fn="
                 )
             is_text = name == "input_ids" and isinstance(value, torch.Tensor) and value.ndim > 0
             length = value.shape[-1] if is_text and "position_ids" not in batch.kwargs else 0

@@ -40,12 +40,12 @@ def check_fit(path: Path) -> None:
     rows = torch.randn(64, 8)
     data = path.with_name("rows.parquet")
     pq.write_table(pa.table({"x": rows.tolist(), "y": rows.sum(1).tolist()}), data)
-    options: dict[str, Any] = {"batch_size": 8, "collate": collate, "loss": square, "max_steps": 6, "epochs": 2}
+    options: dict[str, Any] = {"batch_size": 8, "collate_fn": collate, "loss": square, "max_steps": 6, "epochs": 2}
     model: dict[str, Any] = {"model": make_model, "device": "sim", "placement": PLACEMENT, "world_size": 2}
     model["optimizer"] = torch.optim.AdamW
     with ShardedModelGroup.from_checkpoint(path, **model) as group:
         expected = group.fit(data, **options).history["loss"]
-        evaluated = group.evaluate(data, batch_size=8, collate=collate, loss=square)
+        evaluated = group.evaluate(data, batch_size=8, collate_fn=collate, loss=square)
 
     def kill(step: FitStep) -> None:
         if step.num_steps == 5 and not killed:
@@ -58,4 +58,4 @@ def check_fit(path: Path) -> None:
         report = group.fit(data, callbacks=[kill], **saves, **options)
         assert killed
         assert report.history["loss"] == expected
-        assert group.evaluate(data, batch_size=8, collate=collate, loss=square) == evaluated
+        assert group.evaluate(data, batch_size=8, collate_fn=collate, loss=square) == evaluated

@@ -53,7 +53,7 @@ def fit(save_to: str) -> tuple[int, list[str]]:
 
     jobs.group().set_optimizer(torch.optim.SGD, lr=0.1)
     data = [{"x": [float(number)] * 8} for number in range(8)]
-    report = jobs.group().fit(data, batch_size=4, epochs=1, collate=collate, loss=loss, save_to=save_to)
+    report = jobs.group().fit(data, batch_size=4, epochs=1, collate_fn=collate, loss=loss, save_to=save_to)
     return report.num_steps, os.listdir(save_to)
 
 

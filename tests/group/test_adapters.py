@@ -64,7 +64,7 @@ def collate() -> Callable[..., Any]:
 
 
 def fit(group: ShardedModelGroup, **options: Any) -> Any:
-    return group.fit(ROWS, **{"batch_size": BATCH, "collate": collate(), "progress": False, **options})
+    return group.fit(ROWS, **{"batch_size": BATCH, "collate_fn": collate(), "progress": False, **options})
 
 
 class Alone:
@@ -249,9 +249,9 @@ def test_ids_that_the_model_has_not_are_refused_before_a_step(base: Path) -> Non
     with make_group(base, peft_config=config) as group:
         before = group.state_dict()
         with pytest.raises(DataError, match=r"step 1 could not be made: ValueError: data: input_ids holds 64 in row 2"):
-            group.fit(bad, batch_size=BATCH, collate=collate(), progress=False)
+            group.fit(bad, batch_size=BATCH, collate_fn=collate(), progress=False)
         with pytest.raises(DataError, match=r"input_ids holds 64"):
-            group.evaluate(bad, batch_size=BATCH, collate=collate())
+            group.evaluate(bad, batch_size=BATCH, collate_fn=collate())
         assert any(not torch.equal(before[name], tensor) for name, tensor in group.state_dict().items())
         assert fit(group).num_steps == 8
 

@@ -62,7 +62,7 @@ group.restart()
 assert torch.equal(group.forward(Split(rows)), before)
 group.set_optimizer(torch.optim.SGD, lr=0.1)
 data = [{"x": [float(number)] * 8} for number in range(16)]
-print(group.fit(data, batch_size=8, epochs=2, collate=collate, loss=loss))
+print(group.fit(data, batch_size=8, epochs=2, collate_fn=collate, loss=loss))
 assert not torch.equal(group.forward(Split(rows)), before)
 try:
     ShardedModelGroup.from_checkpoint(checkpoint, **options | {"world_size": 9}, timeouts=Timeouts(place_s=1.0))

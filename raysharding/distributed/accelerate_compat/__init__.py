@@ -1,13 +1,14 @@
 """accelerate's FSDP2 functions, under their names, by this library's sharding and loading.
 
-An `accelerator` is accelerate's `Accelerator` or any object with the attributes that a function reads; accelerate
-itself is not needed.
+An `accelerator` is accelerate's `Accelerator` or any object with the attributes that a function reads. Only
+`FullyShardedDataParallelPlugin` needs accelerate: it is imported on first use, and not in `__all__`, so that a star
+import works without accelerate.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,15 +18,17 @@ from raysharding.distributed.accelerate_compat.environment import (
 )
 from raysharding.distributed.accelerate_compat.load import fsdp2_load_full_state_dict
 from raysharding.distributed.accelerate_compat.optimizer import fsdp2_switch_optimizer_parameters
-from raysharding.distributed.accelerate_compat.plugin import FullyShardedDataParallelPlugin
 from raysharding.distributed.accelerate_compat.prepare_model import fsdp2_prepare_model
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.fully_shard import contexts_of, named_submodules
 from raysharding.errors import PlanError
+from raysharding.imports import lazy_names
 from raysharding.torch_internals import ActivationWrapper, checkpoint_wrapper, offload_wrapper
 
+if TYPE_CHECKING:
+    from raysharding.distributed.accelerate_compat.plugin import FullyShardedDataParallelPlugin
+
 __all__ = [
-    "FullyShardedDataParallelPlugin",
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "fsdp2_apply_ac",
@@ -34,6 +37,8 @@ __all__ = [
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, ("FullyShardedDataParallelPlugin",), ("plugin",))
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,7 +38,7 @@ def fsdp2_load_full_state_dict(
         model: Sharded with FSDP2 (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
             and compiled modules may be in it.
         full_sd: On rank 0 name → full tensor, as `model.state_dict()` names them before sharding; one name of a tied
-            tensor is enough, and items may load on access. Ignored on the other ranks: pass an empty dict.
+            tensor is enough. Ignored on the other ranks: pass an empty dict.
         cpu_offload: Put the shards of a model on meta into host memory, as its `CPUOffloadPolicy` wants.
         timeout_s: Longest wait for one item or bucket.
 
@@ -88,24 +88,7 @@ def fill(
         on_error.pop_all()
 
 
-class _Renamed(Mapping[str, torch.Tensor]):
-    """Items of a mapping under other names, loaded on access."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
-        self._values = values
-        self._keys = keys
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._values[self._keys[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the state dict under the FQNs of the model, without second names of tied tensors."""
     first_of = {**{name: name for name in saved_tensors(model)}, **tied_names(model)}
     present = {clean_name(key): key for key in full_sd}
@@ -117,4 +100,4 @@ def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapp
         more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
         message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
         warnings.warn(message, UserWarning, stacklevel=5)
-    return _Renamed(full_sd, keys)
+    return {name: full_sd[key] for name, key in keys.items()}

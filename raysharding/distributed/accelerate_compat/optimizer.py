@@ -28,12 +28,12 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     Raises:
         KeyError: On the rank that sees it: parameters without a partner, each with its group, place, shape and name
             where the optimizer knows it. The optimizer is as it was.
-        ValueError: On the rank that sees it: state that belongs to no parameter of the mapping, or does not fit the
-            new one. The optimizer is as it was.
+        ValueError: On the rank that sees it: state that belongs to no parameter of the mapping. The optimizer is as it
+            was.
     """
     adapt(optimizer)
     switched = _partners(optimizer, mapping)
-    states = _carried_over(optimizer, mapping, switched)
+    states = _moved_state(optimizer, mapping)
     for group in optimizer.param_groups:
         group["params"] = [switched[parameter] for parameter in group["params"]]
     optimizer.state.clear()
@@ -78,39 +78,24 @@ def _partners(
     return switched
 
 
-def _carried_over(
-    optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor], switched: Mapping[torch.Tensor, torch.Tensor]
-) -> dict[Any, Any]:
-    """Return the optimizer's state, keyed by the sharded parameters."""
-    states: dict[Any, Any] = {}
+def _moved_state(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> dict[torch.Tensor, Any]:
+    """Return the optimizer's state, keyed by the sharded parameters, with tensors of a parameter's shape cut alike."""
+    states: dict[torch.Tensor, Any] = {}
     for key, state in optimizer.state.items():
-        if not isinstance(key, torch.Tensor):
-            states[key] = state
-            continue
         # Behind a stand-in the state is still under the original, found by its address, unless that has moved.
-        new = switched.get(key)
-        if new is None and (address := _address(key)):
-            new = mapping.get(address)
-        if new is None or new.shape != key.shape:
+        parameter = mapping.get(_address(key))
+        if parameter is None or parameter.shape != key.shape:
             raise ValueError(
                 f"the optimizer holds state ({', '.join(map(str, state))}) of a parameter of shape {tuple(key.shape)} "
                 "whose sharded partner is not known, maybe because it was moved: switch before the first step, or load "
                 "the optimizer's state after sharding; nothing was switched"
             )
-        states[new] = {name: _cut_like(name, value, new) for name, value in state.items()}
+        states[parameter] = {name: _cut_like(value, parameter) for name, value in state.items()}
     return states
 
 
-def _cut_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Return this rank's part of a state tensor with the parameter's shape; any other value unchanged."""
+def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not parameter.ndim:
         return value
-    local = local_tensor(parameter)
-    dtype = parameter.dtype if value.is_floating_point() else value.dtype
-    if not isinstance(parameter, DTensor):
-        return value.to(local.device, dtype)
-    if isinstance(value, DTensor):
-        if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
-            raise ValueError(f"{name}: cut as {value.placements}, its parameter as {parameter.placements}")
-        return value
-    return cut(value.to(dtype), parameter)
+    value = value.to(local_tensor(parameter).device, parameter.dtype if value.is_floating_point() else value.dtype)
+    return cut(value, parameter) if isinstance(parameter, DTensor) else value

@@ -50,6 +50,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     Raises:
         PlanError: (a ValueError) On every rank: settings that do not fit the model, models that differ between the
             ranks, values that rank 0 does not have, or 4-bit parameters of bitsandbytes, which this does not shard.
+        ValueError: accelerate's own: the model lacks a class that the plugin, or its `_no_split_modules`, names.
     """
     root = unwrapped(model)
     if isinstance(root, FSDPModule) or isinstance(getattr(root, "_orig_mod", None), FSDPModule):

@@ -24,6 +24,8 @@ def sharding_of(
 ) -> Sharding:
     """Translate a plugin, accelerate's or ours; see `FullyShardedDataParallelPlugin.to_sharding`."""
     ignored = plugin.ignored_modules
+    if not plugin.limit_all_gathers:
+        warn_once("limit_all_gathers=False: FSDP2 always limits them")
     fields: dict[str, Any] = {
         **_wrap(plugin, model),
         "mixed_precision": fsdp2_precision(plugin.mixed_precision_policy),
@@ -40,8 +42,6 @@ def sharding_of(
     if plugin.fsdp_version == 2:
         # accelerate leaves the root's parameters gathered from forward to backward, which `None` means.
         return Sharding(reshard_after_forward=None if plugin.reshard_after_forward else False, **fields)
-    if not plugin.limit_all_gathers:
-        warn_once("limit_all_gathers=False: FSDP2 always limits them")
     fields["forward_prefetch"] = bool(plugin.forward_prefetch)
     fields["backward_prefetch"] = plugin.backward_prefetch
     strategy: ShardingStrategy = plugin.reshard_after_forward or plugin.sharding_strategy
@@ -100,14 +100,8 @@ def _offloads(offload: Any) -> bool:
     return isinstance(offload, CPUOffloadPolicy)
 
 
-def to_empty(module: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate a module's own parameters and buffers."""
-    return module.to_empty(device=device, recurse=False)
-
-
 def _init_fn(plugin: Any) -> Callable[[nn.Module], Any] | None:
-    """Return the user's function; `None` for the plugins' own, which only allocates, as sharding does anyway."""
+    """Return the user's function; `None` for accelerate's own, which only allocates, as sharding does anyway."""
     function: Callable[[nn.Module], Any] | None = plugin.param_init_fn
-    maker = getattr(function, "func", function)
     accelerates = "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>"
-    return None if maker is to_empty or getattr(maker, "__qualname__", "") == accelerates else function
+    return None if getattr(function, "__qualname__", "") == accelerates else function

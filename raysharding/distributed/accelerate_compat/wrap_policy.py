@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,8 +18,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from raysharding.config import Sharding
 from raysharding.distributed.fully_shard import named_submodules
 from raysharding.errors import PlanError
+from raysharding.models import ignored_modules
 from raysharding.torch_internals import recursive_wrap
 
 Predicate = Callable[[nn.Module], bool]
@@ -68,31 +69,18 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
         return None
     if base is transformer_auto_wrap_policy:
         names = fsdp2_plugin.transformer_cls_names_to_wrap
-        classes = classes_named(model, class_names(names, model), strict=names is not None)
         if names is None and "transformer_layer_cls" in keywords:
-            classes = tuple(keywords["transformer_layer_cls"])
-        return functools.partial(_is_of_classes, classes)
+            return functools.partial(_is_of_classes, tuple(keywords["transformer_layer_cls"]))
+        wanted = (getattr(model, "_no_split_modules", None) or ()) if names is None else names
+        return functools.partial(_is_of_classes, classes_named(model, wanted, strict=names is not None))
     if base is size_based_auto_wrap_policy:
         size = fsdp2_plugin.min_num_params
         if size is None:
             size = keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS)
         return functools.partial(_is_larger_than, size)
-    ignored = set(ignored_modules(fsdp2_plugin.ignored_modules, model))
-    return frozenset(_picked(policy, model, ignored)).__contains__
-
-
-def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str]:
-    """Return the class names of a plugin, a list or one text with commas; default: the model's `_no_split_modules`."""
-    if isinstance(names, str):
-        names = split_names(names)
-    if names is None:
-        names = getattr(model, "_no_split_modules", None) or ()
-    return list(names)
-
-
-def split_names(text: str) -> list[str] | None:
-    """Return class names from one text with commas; `None` if the text has none."""
-    return [name for part in text.split(",") if (name := part.strip())] or None
+    ignored = fsdp2_plugin.ignored_modules
+    chosen = Sharding(ignored_modules=ignored if isinstance(ignored, str) else tuple(ignored or ()))
+    return frozenset(_picked(policy, model, ignored_modules(model, chosen))).__contains__
 
 
 def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True) -> tuple[type[nn.Module], ...]:
@@ -118,21 +106,6 @@ def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True
             f"{type(model).__name__} has that class; its modules' classes are {', '.join(sorted(found))}"
         )
     return tuple(kind for name in wanted for kind in found.get(name, ()))
-
-
-def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a plugin's `ignored_modules`: those given, or those whose full FQN matches the pattern.
-
-    Raises:
-        ValueError: The pattern is no regular expression.
-    """
-    if not isinstance(ignored, str):
-        return list(ignored or ())
-    try:
-        pattern = re.compile(ignored)
-    except re.error as error:
-        raise ValueError(f"ignored_modules={ignored!r}: not a regular expression ({error})") from error
-    return [module for name, module in named_submodules(model) if pattern.fullmatch(name.removesuffix("."))]
 
 
 # --- other policies -------------------------------------------------------------------------------------------------

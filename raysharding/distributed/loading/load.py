@@ -67,7 +67,7 @@ from raysharding.distributed.transfer import (
     share_rings,
 )
 from raysharding.errors import CheckpointError
-from raysharding.gc_pause import paused_gc
+from raysharding.imports import paused_gc
 from raysharding.models import name_base
 
 READ_THREADS = 4

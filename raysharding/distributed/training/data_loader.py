@@ -68,10 +68,10 @@ class DataPlan:
     """True for a random order of the rows; see `data.order`."""
     seed: int = 0
     """Seed of the random order."""
-    collate: Collate | None = None
+    collate_fn: Collate | None = None
     """Makes a batch of rows; `None` for `default_collate`."""
     prefetch: int = 2
-    """Batches to read ahead; without `collate` at least two, one of which is held for the next step."""
+    """Batches to read ahead; without `collate_fn` at least two, one of which is held for the next step."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
     run: str = ""
@@ -110,7 +110,7 @@ class DistributedDataLoader:
     Note: how ranks agree that each has a batch.
         A rank without a batch, because data is unreadable or an iterable ended early, must not leave the others waiting
         in the forward. A step therefore begins with an all-reduce, unless it ran asynchronously during the step before:
-        if the next batch of every rank was ready then, no rank waits. A user's `collate` runs between the steps (see
+        if the next batch of every rank was ready then, no rank waits. A user's `collate_fn` runs between the steps (see
         `_items`), so its outcome is not known ahead.
     """
 
@@ -130,7 +130,7 @@ class DistributedDataLoader:
             device: Device of the module.
             position: Position to resume at; `None` for the beginning.
             bounds: Valid ids of the model; another id would raise only on the rank that holds it.
-            known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate`.
+            known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate_fn`.
                 `None`: all but text.
             num_parts: Number of parts of each batch, which are collated one by one; see `RankBatch.parts`.
 
@@ -143,7 +143,7 @@ class DistributedDataLoader:
         self._bounds = bounds or InputBounds()
         self._columns = KnownColumns(known)
         # Without a collate function each column is the argument of its name.
-        options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._columns)
+        options = (None, None) if plan.collate_fn is not None else (list(self._bounds.num_ids), self._columns)
         self.source = open_source(plan.source, *options)
         """Source of the rows: files are open, and their blocks are known."""
         num_rows = int(self.source.block_rows.sum()) if isinstance(self.source, BlockSource) else None
@@ -153,13 +153,13 @@ class DistributedDataLoader:
         order = plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.rows_per_item
         begun = Position(0, 0, 0, *order, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        collate = plan.collate or self._columns
+        collate = plan.collate_fn or self._columns
         self._rank, self._world_size = get_rank(), get_world_size()  # the reader thread has no current group
         self._rank_batch = partial(rank_batch, collate, self._rank, rows_per_item=plan.rows_per_item)
         self._num_parts = num_parts
         self._ahead: Prefetch[_Item] | None = None
         # One more batch is held between the steps.
-        self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
+        self._depth = plan.prefetch if plan.collate_fn is not None else max(1, plan.prefetch - 1)
         self._held: _Taken | None = None
         self._vote: _Vote | None = None
 
@@ -275,7 +275,7 @@ class DistributedDataLoader:
 
     def _look_ahead(self) -> None:
         """Start the vote on whether the next batch is ready; collective and asynchronous."""
-        if self._plan.collate is not None:
+        if self._plan.collate_fn is not None:
             return
         self._held = self._taken(wait=False)
         self._vote = _Vote(None if self._held is None else self._held.parts)
@@ -310,7 +310,7 @@ class DistributedDataLoader:
             rows_per_item=where.rows_per_item,
         )
         for batch in batches:
-            if batch is None or self._plan.collate is not None:
+            if batch is None or self._plan.collate_fn is not None:
                 yield batch
             else:
                 yield self._parts_of(batch)

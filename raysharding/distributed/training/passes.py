@@ -1,4 +1,4 @@
-"""The forwards that all ranks take for a batch: more than one for a part where `collate` gave ranks other arguments.
+"""The forwards that all ranks take for a batch: more than one for a part where `collate_fn` gave ranks other arguments.
 
 Note [Passes]: rows of text beside rows with images.
     A rank whose rows have no image has no `pixel_values`: it would not run the vision tower, and the others would wait
@@ -11,8 +11,7 @@ Note [Passes]: rows of text beside rows with images.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -30,12 +29,12 @@ from raysharding.distributed.comm import (
     get_rank,
 )
 from raysharding.distributed.fully_shard import unwrapped
+from raysharding.distributed.optim import decode, encode
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
 Passes = list[list[RankBatch]]
 """For each part of a batch, the forwards that every rank takes, in order."""
-_TENSOR = "raysharding.tensor"
 
 
 def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: str, loss: object = None) -> Passes:
@@ -49,7 +48,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
         loss: The caller's loss function; `None` for the model's own.
 
     Raises:
-        Exception: On every rank: the error of `collate` on one rank.
+        Exception: On every rank: the error of `collate_fn` on one rank.
         ValueError: On every rank: an id is out of range, or as from `agreed_passes`.
     """
     if batch.examples is None:
@@ -136,44 +135,23 @@ def _copied(part: RankBatch, source: int) -> RankBatch:
     told: Any = None
     if get_rank() == source:
         try:
-            told = [_as_json(args, tensors) for args in (dict(enumerate(part.args)), part.kwargs)]
+            args = encode([list(part.args), part.kwargs], "an argument", tensors)
+            told = [args, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in map(_dense, tensors)]]
         except ValueError as error:  # told to all ranks, which would wait in the broadcasts
-            told = str(error)
+            told = (
+                f"collate made other arguments of the rows of some ranks, and {error}; the other ranks get no dummy of "
+                "it: let collate return the same arguments for any rows (for rows of text, a blank image)"
+            )
     told = broadcast_json(told, source=source)
     if isinstance(told, str):
         raise ValueError(told)
-    left = iter(tensors)
-
-    def decode(node: dict[str, Any]) -> Any:
-        if _TENSOR not in node:
-            return node
-        dtype, shape = node[_TENSOR]
-        return broadcast_tensor(next(left, None), dtype, shape, source)
-
-    # `object_hook` is called in the order of the text, in which `_as_json` has met the tensors.
-    args, kwargs = ({name: json.loads(text, object_hook=decode) for name, text in one.items()} for one in told)
-    return replace(part, wrapped_args=tuple(args.values()), wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
+    own = iter(tensors)
+    copies = [broadcast_tensor(next(own, None), dtype, shape, source) for dtype, shape in told[1]]
+    args, kwargs = decode(told[0], copies)
+    return replace(part, wrapped_args=tuple(args), wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
 
 
-def _as_json(named: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[Any, str]:
-    """Return values as JSON, with dtype and shape in place of their tensors, which are added to `tensors` in order."""
-
-    def encode(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):
-            return dict(leaf)
-        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or leaf.is_nested:
-            raise TypeError(type(leaf).__name__)
-        tensors.append(leaf.detach())
-        return {_TENSOR: [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]}
-
-    told = {}
-    for name, value in named.items():
-        try:
-            told[name] = json.dumps(value, default=encode)
-        except TypeError as error:
-            raise ValueError(
-                f"collate made other arguments of the rows of some ranks, and {name!r} holds a {error}, of which the "
-                "other ranks get no dummy: let collate return the same arguments for any rows (for rows of text, a "
-                "blank image), or tensors, numbers and text, or lists and dicts of these"
-            ) from error
-    return told
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(f"one is a tensor of layout {tensor.layout}, or nested")
+    return tensor

@@ -79,7 +79,7 @@ class PredictPlan:
     """Columns of the data that the result has as well."""
     by_length: bool = False
     """True to bring rows of like length together."""
-    collate: Collate | None = None
+    collate_fn: Collate | None = None
     """Makes a batch of rows; `None` for `default_collate`. Runs on a thread."""
     prefetch: int = 2
     """Batches to read ahead."""
@@ -161,7 +161,7 @@ class Prediction:
         known = None if module is None else known_arguments(module, [])
         self._columns = KnownColumns(known)
         self._read = KnownColumns(known, also=plan.keys)
-        options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._read)
+        options = (None, None) if plan.collate_fn is not None else (list(self._bounds.num_ids), self._read)
         source = open_source(plan.source, *options)
         assert isinstance(source, BlockSource), "the driver refuses iterables"
         self._source = source
@@ -275,7 +275,7 @@ class Prediction:
             "fn": plan.fn_name,
             "keys": list(plan.keys),
             "generate_kwargs": as_json(plan.generate_kwargs),
-            "code": fingerprint([plan.fn, plan.collate]),
+            "code": fingerprint([plan.fn, plan.collate_fn]),
             "data": rows_fingerprint(self._source),
             "weights": weights,
         }
@@ -330,7 +330,7 @@ class Prediction:
     def _batches(self) -> Iterator[tuple[PartBatch, RankBatch]]:
         """Yield the items of the reader thread."""
         where = (self._todo, self._share, self._rank, self._world_size)
-        collate = self._plan.collate or self._collate
+        collate = self._plan.collate_fn or self._collate
         keys = {name: self._key_types.get(name) for name in self._plan.keys}
         for taken in part_batches(self._source, *where, by_length=self._plan.by_length, keys=keys):
             try:

@@ -312,7 +312,7 @@ def _rank_batch(batch: RankBatch | Mapping[str, Any]) -> RankBatch:
         raise ValueError(
             f"rank {found.index(0)} has no rows, or tensors of different numbers of rows (this rank: {rows}): give "
             "every rank a row or more, in dim 0 of every tensor, or the rows of all ranks by raysharding.batch.deal, "
-            "where images are no rows as Split(examples, collate=...)"
+            "where images are no rows as Split(examples, collate_fn=...)"
         )
     kwargs = {name: Split(value) if name in rows else value for name, value in batch.items()}
     return RankBatch(wrapped_kwargs=kwargs, num_rows=found[get_rank()], rows=tuple(found))

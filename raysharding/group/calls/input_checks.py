@@ -50,7 +50,7 @@ def model_batches(
     kwargs = {name: as_tensors(name, value) for name, value in kwargs.items()}
     batches = deal(args, kwargs, world_size, positions=bounds.positions)
     if method == "generate":
-        check_no_examples(method, batches[0], "predict(rows, collate=, generate_kwargs=) does it")
+        check_no_examples(method, batches[0], "predict(rows, collate_fn=, generate_kwargs=) does it")
     # transformers checks the arguments of `generate` itself; a `loss` may take arguments that the model does not.
     if method == "forward" or needs_loss:
         bounds.check_names(batches[0], method, needs_loss)
@@ -88,9 +88,9 @@ def output_path(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def check_no_examples(method: str, batch: RankBatch, instead: str) -> None:
-    """Raise ValueError if a call has a `Split` with `collate`, which it does not run."""
+    """Raise ValueError if a call has a `Split` with `collate_fn`, which it does not run."""
     if batch.examples is not None:
-        raise ValueError(f"{method} runs no collate= of a Split: {instead}, or give Split(collate(examples))")
+        raise ValueError(f"{method} runs no collate_fn= of a Split: {instead}, or give Split(collate(examples))")
 
 
 def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:

@@ -22,7 +22,7 @@ def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], 
     names = sorted({name for dropped in by_rank for name in dropped})
     if names and source not in told:
         told.add(source)
-        tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
+        tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate_fn= gets all columns)")
 
 
 def steps_to(place: Position, every: int | None) -> int | None:

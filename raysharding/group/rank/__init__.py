@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysharding.lazy_names import lazy_names
+from raysharding.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysharding.group.rank.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor

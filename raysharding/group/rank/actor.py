@@ -22,7 +22,6 @@ from typing import Any
 import ray
 
 from raysharding.errors import OutputTooLargeError
-from raysharding.gc_pause import paused_gc
 from raysharding.group.cluster import ProcessSnapshot, dump_stacks, enable_stack_dumps, tell
 from raysharding.group.messages import (
     RESULT_BYTES,
@@ -40,6 +39,7 @@ from raysharding.group.messages import (
     record_exception,
 )
 from raysharding.group.rank.assignment import Title
+from raysharding.imports import paused_gc
 
 # `work` is one thread, the same for the actor's life: torch's current device is per thread. `lifetime` keeps one thread
 # of `control`; the others are for probes, of which a slow one may block its thread.

@@ -29,7 +29,6 @@ from raysharding.distributed import (
     save_checkpoint,
 )
 from raysharding.distributed.fully_shard.internals import is_offloaded
-from raysharding.errors import PlanError
 from tests.distributed.accelerate_compat.accelerate_checks import full
 from tests.distributed.accelerate_compat.accelerate_loading_checks import accelerator_with, kept_environment, shards_of
 from tests.distributed.loading.load_checks import full_state
@@ -245,7 +244,7 @@ def check_settings(root: Path) -> None:
     missing = FullyShardedDataParallelPlugin(
         fsdp_version=2, transformer_cls_names_to_wrap=["Absent"], auto_wrap_policy="transformer_based_wrap"
     )
-    with pytest.raises(PlanError, match="'Absent'"):
+    with pytest.raises(ValueError, match="Absent"):
         fsdp2_prepare_model(accelerator_with(missing), ARCHITECTURES["llama"].make())
 
 

@@ -130,7 +130,7 @@ def agree(metrics: list[dict[str, float]], expected: list[tuple[float, float]], 
 
 
 def dealt(name: str, rows: list[Example], **more: Any) -> Any:
-    batch = Split(rows, collate=Collate(name), **more)
+    batch = Split(rows, collate_fn=Collate(name), **more)
     return deal([batch], {}, dist.get_world_size())[dist.get_rank()]
 
 
@@ -143,7 +143,7 @@ def steps_equal(names: list[str]) -> None:
             step = partial(train_step, module, optimizer, gradient_accumulation_steps=num_parts)
             agree([step(dealt(name, rows)) for _ in range(STEPS)], expected)
         module, optimizer = sharded(name)
-        plan = DataPlan(SequenceRows(rows), 4, STEPS, collate=Collate(name))
+        plan = DataPlan(SequenceRows(rows), 4, STEPS, collate_fn=Collate(name))
         run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
         done = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
         run.settle()
@@ -253,7 +253,7 @@ def other_steps_of_the_projector() -> None:
     rows, model = examples("llava"), build("llava", PROJECTOR)
     expected = steps_alone(model, Collate("llava")(rows))
     module, optimizer = sharded("llava", PROJECTOR)
-    plan = DataPlan(SequenceRows(rows), 4, STEPS, collate=Collate("llava"))
+    plan = DataPlan(SequenceRows(rows), 4, STEPS, collate_fn=Collate("llava"))
     run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
     steps = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
     run.settle()
@@ -296,7 +296,7 @@ def words(output: Any, labels: torch.Tensor) -> tuple[int, int]:
 
 
 def evaluates(name: str, rows: list[Example], module: nn.Module, twin: nn.Module, whole: dict[str, Any]) -> None:
-    plan = DataPlan(SequenceRows(rows), 4, collate=Collate(name))
+    plan = DataPlan(SequenceRows(rows), 4, collate_fn=Collate(name))
     run = Evaluation(EvaluationPlan(plan, metrics={"words": words}), CPU)
     while run.step(module):
         pass
@@ -327,7 +327,7 @@ def predicts(name: str, rows: list[Example], module: nn.Module, twin: nn.Module)
         ends = batch["attention_mask"].sum(1) - 1
         return {"last": output.logits[range(len(ends)), ends]}
 
-    run = Prediction(PredictPlan(SequenceRows(rows), 4, last, collate=Collate(name), rows_per_file=1), CPU)
+    run = Prediction(PredictPlan(SequenceRows(rows), 4, last, collate_fn=Collate(name), rows_per_file=1), CPU)
     found: dict[int, Any] = {}
     while not run.is_over:
         run.steps(module, 1)
@@ -360,15 +360,17 @@ def errors_are_shared() -> None:
         return made if "pixel_values" in made else made | {"input_ids": made["input_ids"] + 60}
 
     for collate, said in (
-        (opaque, "'images' holds a object, .*a blank image"),
+        (opaque, "images is a object: .*a blank image"),
         (picky, "no image"),
         (other_ids, "train_step: input_ids holds"),
     ):
-        batch = deal([Split([rows[1], rows[3]], collate=collate)], {}, 2)[dist.get_rank()]
+        batch = deal([Split([rows[1], rows[3]], collate_fn=collate)], {}, 2)[dist.get_rank()]
         with pytest.raises((ValueError, RuntimeError, RayshardingError), match=said):
             train_step(module, optimizer, batch)
         run = Fit(
-            FitPlan(DataPlan(SequenceRows([rows[1], rows[3]]), 2, collate=collate)), CPU, bounds=InputBounds.of(module)
+            FitPlan(DataPlan(SequenceRows([rows[1], rows[3]]), 2, collate_fn=collate)),
+            CPU,
+            bounds=InputBounds.of(module),
         )
         with pytest.raises((ValueError, RayshardingError), match=said.replace("train_step", "data")):
             run.step(module, optimizer)

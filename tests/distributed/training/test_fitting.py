@@ -18,7 +18,7 @@ from torch import nn
 
 from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
-from raysharding.data.position import Position
+from raysharding.data.order import Position
 from raysharding.data.source import Columns
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.device_mesh import init_mesh
@@ -317,7 +317,7 @@ def numbers_of(num_parts: int) -> list[list[list[int]]]:
 def pair_losses(num_parts: int) -> list[float]:
     """Losses of the steps; each is that of one process on the same pairs."""
     pair = small_pair(Scores)
-    plan = replace(PAIRS, collate=lambda rows: {"inputs": torch.tensor([row["inputs"] for row in rows]) / 26})
+    plan = replace(PAIRS, collate_fn=lambda rows: {"inputs": torch.tensor([row["inputs"] for row in rows]) / 26})
     run = Fit(FitPlan(plan, preference, gradient_accumulation_steps=num_parts), CPU)
     return losses(pair, run)
 
@@ -382,7 +382,7 @@ def hear_of_collating() -> None:
     with pytest.raises(DataError, match=r"row\['inputs'\] does not stack: shape \(4,\) in one row, shape \(5,\)"):
         losses(pair, fit_of(replace(DATA_PLAN, source=SequenceRows(ragged_rows()), shuffle=False)))
     with pytest.raises(DataError, match=r"collate returned a dict without a tensor"):
-        losses(pair, fit_of(replace(DATA_PLAN, collate=lambda rows: {"inputs": str(rows)})))
+        losses(pair, fit_of(replace(DATA_PLAN, collate_fn=lambda rows: {"inputs": str(rows)})))
 
 
 def hear_of_hangs() -> None:

@@ -70,7 +70,7 @@ def run(options: dict[str, Any], steps: int = 3) -> list[tuple[int, Any]]:
     """Run on this rank; return the first row and the values of each table, without `output`."""
     torch.set_num_threads(1)
     module = shard_module(model(), init_mesh("cpu"))
-    plan = PredictPlan(collate=padded, **{"source": SequenceRows(make_rows()), "keys": ("id",), **options})
+    plan = PredictPlan(collate_fn=padded, **{"source": SequenceRows(make_rows()), "keys": ("id",), **options})
     prediction = Prediction(plan, torch.device("cpu"), InputBounds.of(module), module)
     found = []
     try:

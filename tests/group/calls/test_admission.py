@@ -37,14 +37,14 @@ def test_ranks_with_arguments_of_different_kinds(values: Any, said: str) -> None
 
 
 def test_examples_may_differ() -> None:
-    check(Split([{"images": ["a", "b"]}, {"images": [], "text": "c"}], collate=list))
+    check(Split([{"images": ["a", "b"]}, {"images": [], "text": "c"}], collate_fn=list))
 
 
 def test_calls_that_collate_nothing_say_so() -> None:
-    (batch,) = deal([Split([1, 2], collate=list)], {}, 1)
+    (batch,) = deal([Split([1, 2], collate_fn=list)], {}, 1)
     check_no_examples("generate", deal([Split(IDS)], {}, 1)[0], "")
     with pytest.raises(
-        ValueError, match=r"generate runs no collate= of a Split: predict\(\) does it, or give Split\(col"
+        ValueError, match=r"generate runs no collate_fn= of a Split: predict\(\) does it, or give Split\(col"
     ):
         check_no_examples("generate", batch, "predict() does it")
 

@@ -98,7 +98,7 @@ def test_steps_of_a_fit_are_shown_while_it_runs(counting: ShardedModelGroup, cap
 
     rows = [{"input": torch.ones(8), "targets": torch.ones(4)} for _ in range(80)]
     with counting.watch(refresh_s=0.05):
-        counting.fit(rows, batch_size=4, loss=loss, collate=slow, progress=False)
+        counting.fit(rows, batch_size=4, loss=loss, collate_fn=slow, progress=False)
         time.sleep(0.3)
     shown = capsys.readouterr().err.splitlines()
     assert any(line.startswith(f"raysharding: {counting.name}: busy, fit: step ") for line in shown), shown

@@ -30,7 +30,7 @@ def rows_of(seed: int) -> list[dict[str, Any]]:
 
 ROWS = rows_of(3)
 BATCH_OF_ROWS = collate()(ROWS[:BATCH])
-EVALUATION: dict[str, Any] = {"batch_size": BATCH, "loss": regression(), "collate": collate()}
+EVALUATION: dict[str, Any] = {"batch_size": BATCH, "loss": regression(), "collate_fn": collate()}
 
 REFUSED: dict[str, Callable[[ShardedModelGroup], Any]] = {
     "fit": lambda group: fit(group, rows_of(4)),

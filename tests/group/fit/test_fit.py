@@ -73,7 +73,7 @@ def parquet(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 
 
 def fit(group: ShardedModelGroup, data: Any, **options: Any) -> Any:
-    dataset_handle = {"batch_size": BATCH, "loss": regression(), "collate": collate()}
+    dataset_handle = {"batch_size": BATCH, "loss": regression(), "collate_fn": collate()}
     return group.fit(data, **{**dataset_handle, **options})
 
 
@@ -139,7 +139,7 @@ def test_one_warning_of_trained_weights_in_bf16(
                 group.call(set_it)
                 assert not told
             for _ in range(2):
-                fit(group, rows, max_steps=1, collate=collate(torch.bfloat16))
+                fit(group, rows, max_steps=1, collate_fn=collate(torch.bfloat16))
             group.set_optimizer(ADAMW)
     (one,) = told
     said = (
@@ -156,7 +156,7 @@ def test_an_optimizer_whose_warning_is_an_error_is_set(checkpoint: Path, rows: l
             warnings.simplefilter("error")
             with pytest.raises(UserWarning, match="are stored in"):
                 group.set_optimizer(ADAMW)
-        assert fit(group, rows, max_steps=1, collate=collate(torch.bfloat16)).num_steps == 1
+        assert fit(group, rows, max_steps=1, collate_fn=collate(torch.bfloat16)).num_steps == 1
 
 
 @pytest.mark.parametrize("of", ["loss", "data"])
@@ -178,7 +178,7 @@ def test_steps_before_an_error_are_told(fresh: ShardedModelGroup, rows: list[dic
 
     seen: list[FitStep] = []
     with pytest.raises((GroupError, DataError), match="this row"):
-        fit(fresh, rows, loss=loss, collate=bring, callbacks=[seen.append])
+        fit(fresh, rows, loss=loss, collate_fn=bring, callbacks=[seen.append])
     last = fresh.last_fit
     assert last is not None
     assert last.history["loss"] == pytest.approx(expected, abs=1e-4)
@@ -219,7 +219,7 @@ def test_a_save_on_ctrl_c_that_fails(
     assert last.saved is None
     line = f"raysharding: fit: Ctrl-C ended the run after step {last.num_steps}; then came CheckpointError: "
     assert line in capfd.readouterr().err
-    assert fresh.evaluate(rows, batch_size=BATCH, loss=regression(), collate=collate())["loss"] > 0
+    assert fresh.evaluate(rows, batch_size=BATCH, loss=regression(), collate_fn=collate())["loss"] > 0
 
 
 def test_epochs_count_the_whole_run(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
@@ -522,16 +522,16 @@ def test_columns_that_the_model_does_not_take(
     expected = alone(fresh.state_dict(), rows, 1)
     data = [{"input": row["x"], "target": row["y"], "text": "some", "id": 7} for row in rows]
     held_out = [{"input": row["x"], "target": row["y"], "note": "some"} for row in rows]
-    report = fit(fresh, data, collate=None, callbacks=[], eval_data=held_out, eval_every=3)
+    report = fit(fresh, data, collate_fn=None, callbacks=[], eval_data=held_out, eval_every=3)
     assert report.history["loss"] == pytest.approx(expected, abs=1e-5)
     said = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
     assert said == [
-        "raysharding: fit: the model takes no id, text: dropped from the data (collate= gets all columns)",
-        "raysharding: fit: the model takes no note: dropped from eval_data (collate= gets all columns)",
+        "raysharding: fit: the model takes no id, text: dropped from the data (collate_fn= gets all columns)",
+        "raysharding: fit: the model takes no note: dropped from eval_data (collate_fn= gets all columns)",
     ]
     assert fresh.evaluate(data, batch_size=9, loss=regression())["num_rows"] == NUM_ROWS
     with pytest.raises(DataError, match="rows have the columns x, y, and the model takes only input, target: rename"):
-        fit(fresh, rows, collate=None)
+        fit(fresh, rows, collate_fn=None)
 
 
 @pytest.mark.full
@@ -552,7 +552,7 @@ def test_a_dataset_that_a_rank_cannot_load_is_named(fresh: ShardedModelGroup, tm
 
     fresh.call(without_cache, str(cache))
     with pytest.raises(DataError) as caught:
-        fit(fresh, f"{folder}:train", collate=None)
+        fit(fresh, f"{folder}:train", collate_fn=None)
     # Rank 0's copy of the error has the number of the rank; rank 1's own, which may come first, has it in its cause.
     said = f"{caught.value} {caught.value.__cause__}"
     assert f"datasets.load_dataset('{folder}', split='train')" in said
@@ -620,7 +620,7 @@ def test_evaluation_is_that_of_one_process(
         "near": pytest.approx(float(near()(output, batch["target"])[0]) / NUM_ROWS),
         "num_rows": NUM_ROWS,
     }
-    options: dict[str, Any] = {"loss": regression(), "collate": collate(), "metrics": {"near": near()}}
+    options: dict[str, Any] = {"loss": regression(), "collate_fn": collate(), "metrics": {"near": near()}}
     for data, batch_size in ((parquet, 1), (rows, 7), (parquet, 50), (as_dataset(parquet, rows), 9)):
         assert fresh.evaluate(data, batch_size=batch_size, **options) == expected
     call = fresh.evaluate.remote(parquet, batch_size=2, **options)

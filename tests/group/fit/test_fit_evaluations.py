@@ -129,7 +129,7 @@ def test_evaluations_change_no_step(
         fresh.load(checkpoint)
         fresh.set_optimizer(ADAMW)
         fresh.call(seed)
-        report = fit(fresh, parquet, shuffle=True, epochs=2, collate=noisy_collate(), **more)
+        report = fit(fresh, parquet, shuffle=True, epochs=2, collate_fn=noisy_collate(), **more)
         losses.append(report.history["loss"])
     assert list(report.evaluations) == [3, 6, 9, 12, 15, 16]
     assert losses[1] == losses[0]
@@ -204,7 +204,7 @@ def test_rows_are_found_once_in_a_fit(
 
     report = fit(fresh, parquet, eval_data=held_out, eval_every=3, metrics={"far": far}, callbacks=[grow])
     assert {step: values["eval_far"] for step, values in report.evaluations.items()} == {3: 0, 6: 0, 8: 0}
-    assert fresh.evaluate(held_out, batch_size=BATCH, collate=collate(), loss=regression())["num_rows"] > HELD_OUT
+    assert fresh.evaluate(held_out, batch_size=BATCH, collate_fn=collate(), loss=regression())["num_rows"] > HELD_OUT
 
 
 @pytest.mark.parametrize("saves_elsewhere", [False, True])
@@ -366,7 +366,7 @@ def test_generators_go_back_after_an_evaluation_that_was_made_up_for(
     hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
     losses = []
     for name in ("whole", "killed"):
-        options: dict[str, Any] = {"save_to": tmp_path / name, "collate": noisy_collate()}
+        options: dict[str, Any] = {"save_to": tmp_path / name, "collate_fn": noisy_collate()}
         with make_group(checkpoint, max_restarts=1, **hsdp) as group:
             fit(group, parquet, **options, max_steps=3)
             group.call(seed)

@@ -112,7 +112,7 @@ def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Pa
         with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
             group.call(seed)
             killer.group = group if callbacks else None
-            report = fit(group, parquet, epochs=4, collate=noisy_collate(), callbacks=callbacks)
+            report = fit(group, parquet, epochs=4, collate_fn=noisy_collate(), callbacks=callbacks)
             assert report.num_restarts == len(callbacks)
             histories.append(report.history["loss"])
     assert histories[1] == pytest.approx(histories[0], abs=1e-4)
@@ -191,7 +191,7 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
     """Without a collate function batches are made ahead, and each step leaves a question under way."""
     columns = {"input": [row["x"] for row in rows], "target": [row["y"] for row in rows]}
     data = {name: torch.tensor(values) for name, values in columns.items()}
-    options: dict[str, Any] = {"collate": None, "epochs": 6}
+    options: dict[str, Any] = {"collate_fn": None, "epochs": 6}
     with make_group(checkpoint, optimizer=ADAMW) as group:
         whole = fit(group, data, **options).history["loss"]
         assert group.evaluate(data, batch_size=BATCH, loss=regression())["num_rows"] == NUM_ROWS
@@ -361,10 +361,10 @@ def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> No
             return make
 
         dataset = data.range(40, override_num_blocks=4).map_batches(backwards())
-        expected = fit(group, [{"id": number} for number in range(40)], batch_size=8, collate=note()).history["loss"]
+        expected = fit(group, [{"id": number} for number in range(40)], batch_size=8, collate_fn=note()).history["loss"]
         group.load(checkpoint)
         group.set_optimizer(ADAMW)
-        assert fit(group, dataset, batch_size=8, collate=note()).history["loss"] == pytest.approx(expected, rel=1e-5)
+        assert fit(group, dataset, batch_size=8, collate_fn=note()).history["loss"] == pytest.approx(expected, rel=1e-5)
         assert not seen
 
 
@@ -410,7 +410,9 @@ def test_the_users_error_is_not_masked(checkpoint: Path, parquet: Path, tmp_path
         call.result()
         closing = Closing(sign)
         with pytest.raises(RuntimeError, match="the user's own"):
-            group.fit(parquet, batch_size=BATCH, loss=regression(), collate=collate(), callbacks=[closing], max_steps=2)
+            group.fit(
+                parquet, batch_size=BATCH, loss=regression(), collate_fn=collate(), callbacks=[closing], max_steps=2
+            )
         assert closing.is_closed
         with pytest.raises((CheckpointError, GroupError), match="the disk"):
             group.wait_for_save()

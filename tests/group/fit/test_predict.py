@@ -231,7 +231,7 @@ def test_an_interrupted_run_continues(
         ({"resume": True, "fn": doubled()}, r"had fn='slow.<locals>.fn', and this one has 'doubled"),
         (
             {"resume": True, "fn": slow(0)},
-            "fn= or collate= differs from that of the run .* a value that it closes over",
+            "fn= or collate_fn= differs from that of the run .* a value that it closes over",
         ),
     )
     for other, message in cases:

@@ -1,13 +1,32 @@
-"""`lazy_names`: a package whose names are imported on first use (PEP 562), so that its import costs nothing."""
+"""`lazy_names`: a package whose names are imported on first use (PEP 562), so that its import costs nothing.
+
+`paused_gc`: Python's cyclic garbage collector, paused while an import or a load makes many objects that stay.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from raysharding.gc_pause import paused_gc
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Pause the cyclic garbage collector, also of the other threads of the process.
+
+    It traverses all objects of the process repeatedly as their number grows: most of the time of a load of 20,000
+    tensors, and a quarter of that of importing torch and transformers.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def lazy_names(
