@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.errors import PlanError
-from raysharding.gc_pause import paused_gc
+from raysharding.imports import paused_gc
 from raysharding.models import import_model
 
 
