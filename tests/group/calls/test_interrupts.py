@@ -170,6 +170,38 @@ def test_interrupt_from_another_thread(group: ShardedModelGroup) -> None:
     assert group.state is GroupState.READY
 
 
+def test_interrupt_waits_for_no_call_that_was_submitted_after_it(group: ShardedModelGroup) -> None:
+    stop = threading.Event()
+
+    def submit() -> None:
+        while not stop.is_set():
+            calls = [group.call.remote(work, 0.02) for _ in range(2)]
+            for call in calls:
+                with contextlib.suppress(CallCancelledError):
+                    call.result()
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            time.sleep(0.1)
+            group.interrupt(timeout_s=10)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert group.state is GroupState.READY
+
+
+def test_an_interrupt_that_cannot_be_sent_ends(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise ConnectionError("as Ray Client raises without its server")
+
+    monkeypatch.setattr(group._client.connection, "ask", lost)
+    assert group.interrupt(timeout_s=10) == 0
+
+
 def make_sleepy(begun: Path) -> Callable[[], nn.Module]:
     """Return a model callable that says that it has begun, and does not end."""
 
