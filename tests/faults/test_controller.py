@@ -266,6 +266,8 @@ def test_one_loss_ends_every_call_once_and_is_over_with_the_next_controller(
         connection._on_outcome(calls[0], lost, late)  # as Ray may still report
         assert group.call.remote(int).result(timeout_s=IDLE_S) == [0, 0]
         assert len(losses) == 1
+        unknown = ray.exceptions.RayTaskError("submit", "", GroupError("does not know this driver"))
+        assert "died, and the ranks with it: Ray has started another" in connection.controller_died(unknown).message
 
 
 @pytest.mark.parametrize("name", ["unnamed", pytest.param("named", marks=pytest.mark.full)])
