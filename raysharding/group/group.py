@@ -1195,7 +1195,8 @@ class ShardedModelGroup:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self._client.ranks)
+        # This driver knows no ranks if their controller died before it attached.
+        return len(self.ranks) or self._running.spec.world_size or 0
 
     @property
     def state(self) -> GroupState:
@@ -1220,7 +1221,10 @@ class ShardedModelGroup:
     @property
     def device(self) -> torch.device:
         """Device type of the ranks, such as `torch.device("cuda")`; `ranks` has the index of each."""
-        return torch.device(self.ranks[0].device.partition(":")[0])
+        if self.ranks:
+            return torch.device(self.ranks[0].device.partition(":")[0])
+        loaded_to = "cuda" if any(self.load_report.peak_device_bytes) else "cpu"
+        return torch.device(self._running.spec.device or loaded_to)
 
     @property
     def load_report(self) -> LoadReport:
@@ -1388,8 +1392,8 @@ class ShardedModelGroup:
         Results that are still in the object store end with the group: `Out.refs()`, and values over 48 KiB of calls
         whose result was not requested. A `Call.ref()` outlives it.
 
-        `shutdown` waits for background saves as long as they write, and raises their failure. In a callback of
-        `Call.when_done`, `shutdown` only begins: it neither waits nor raises.
+        `shutdown` waits for background saves of all drivers as long as they write, and raises the failure of one of
+        this driver. In a callback of `Call.when_done`, `shutdown` only begins: it neither waits nor raises.
         """
         if is_callback_thread():
             self.shutdown.remote()

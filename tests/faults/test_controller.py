@@ -7,10 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import ray
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -209,6 +211,63 @@ def test_a_named_group_comes_back_broken_and_restarts_with_its_newest_save(
         found = group.state_dict()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
         assert group.train_step(Split(ROWS), loss=loss)["loss"] > 0, "the optimizer's factory is kept, too"
+
+
+def test_one_loss_ends_every_call_once_and_is_over_with_the_next_controller(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls in flight, and one that is sent when the loss is noted; and a driver that attaches before the restart."""
+    with controlled(checkpoint, name="doomed", timeouts=TIMEOUTS) as (group, controller):
+        connection = group._client.connection
+        lose, attach, send = connection._lose, connection.attach, connection.send
+        losses: list[GroupError] = []
+
+        def noted(error: GroupError) -> None:
+            lose(error)
+            losses.append(error)
+
+        def attach_late() -> Any:
+            monkeypatch.setattr(connection, "attach", attach)
+            raise Exception("Ray Client raises such ones")
+
+        def send_late(*args: Any) -> None:
+            os.kill(controller, signal.SIGKILL)
+            until = now() + IDLE_S
+            while not losses and now() < until:
+                time.sleep(0.001)
+            send(*args)
+
+        for name, replacement in (("_lose", noted), ("attach", attach_late)):
+            monkeypatch.setattr(connection, name, replacement)
+        lost = connection.registration
+        calls = [group.call.remote(time.sleep, 60) for _ in range(100)]
+        with monkeypatch.context() as changed:
+            changed.setattr(connection, "send", send_late)
+            calls.append(group.call.remote(int))
+        for call in calls:
+            with pytest.raises(GroupError, match=f"its controller .*{controller}.* died"):
+                call.result(timeout_s=IDLE_S)
+
+        with ShardedModelGroup.attach("doomed") as other:
+            assert other.ranks == (), "the controller that knew them is gone"
+            assert repr(other).startswith(f"<ShardedModelGroup {checkpoint}, 2 ranks on cpu, broken>")
+            assert "2 ranks on cpu, broken" in other._repr_html_()
+            assert other.device == torch.device("cpu")
+            for rows in (ROWS, Split(ROWS)):
+                with pytest.raises(GroupBrokenError, match="its controller died"):
+                    other.forward(rows)
+            with pytest.raises(GroupBrokenError, match="its controller died"):
+                other.call(int)
+            with pytest.raises(GroupError, match="not known where the ranks ran"):
+                other.logs(1)
+        group.restart()
+        late: Future[Any] = Future()
+        late.set_exception(ray.exceptions.ActorDiedError())
+        connection._on_outcome(calls[0], lost, late)  # as Ray may still report
+        assert group.call.remote(int).result(timeout_s=IDLE_S) == [0, 0]
+        assert len(losses) == 1
+        unknown = ray.exceptions.RayTaskError("submit", "", GroupError("does not know this driver"))
+        assert "died, and the ranks with it: Ray has started another" in connection.controller_died(unknown).message
 
 
 @pytest.mark.parametrize("name", ["unnamed", pytest.param("named", marks=pytest.mark.full)])

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank
 from raysharding.errors import CallTimeoutError, GroupError
-from raysharding.group.calls.callback_thread import refuse_to_wait
+from raysharding.group.calls.callback_thread import is_callback_thread, refuse_to_wait, run_logged
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
@@ -229,8 +229,8 @@ class Call(Generic[T]):
         """Return the error of a call that has ended; `None` if it succeeded."""
         return self._ended.exception(0)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for the call to end, with or without an error; return `done()`."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the call to end, with or without an error, at most `timeout_s` if given; return `done()`."""
         self._refuse_to_wait()
         concurrent.futures.wait([self._end_here()], timeout_s)
         return self.done()
@@ -302,9 +302,16 @@ class Call(Generic[T]):
         `fn` runs on the thread that ends the call; if the call has already ended, it runs at once in this thread. The
         thread that ends calls runs all calls of the group, so `fn` must be quick. `fn` may use this call's result and
         begin calls by `.remote(...)`. A method that would wait raises a `GroupError` there, except `group.shutdown()`,
-        which begins and returns. An error that `fn` raises is logged (`concurrent.futures`).
+        which begins and returns. An error that `fn` raises is logged.
         """
-        self._ended.add_done_callback(lambda _: fn(self))
+
+        def run(_: object) -> None:
+            if is_callback_thread():  # a `sys.exit()` in `fn` must not keep the calls behind this one from ending
+                run_logged(lambda: fn(self))
+            else:
+                fn(self)
+
+        self._ended.add_done_callback(run)
 
     @property
     def progress(self) -> tuple[int, int]:

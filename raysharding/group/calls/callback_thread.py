@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import suppress
 from raysharding.errors import GroupError
 
 _TICK_S = 1.0
+_log = logging.getLogger("raysharding")
 
 
 def is_callback_thread() -> bool:
@@ -35,6 +37,18 @@ def refuse_to_wait(what: str) -> None:
             "group, and none would end. Begin the call by .remote(...) and give its Call a when_done of its own, or "
             "start a thread that waits"
         )
+
+
+def run_logged(callback: Callable[[], object]) -> None:
+    """Run a callback, and log what it raises: where nobody catches it, it would end the thread that ends all calls.
+
+    This includes the SystemExit of a `sys.exit()`, which ends a program in the main thread only.
+    """
+    try:
+        callback()
+    except BaseException:  # noqa: BLE001 - logged
+        with suppress(ValueError):  # logging itself raises if stderr is closed
+            _log.exception("an error in a callback; the calls of the group go on")
 
 
 class CallbackThread(threading.Thread):
@@ -71,9 +85,9 @@ class CallbackThread(threading.Thread):
                 callback = self._queue.get(timeout=max(0.0, due - time.monotonic()))
                 if callback is None:
                     return
-                callback()
+                run_logged(callback)
                 # No reference is kept while the thread waits: Ray's objects in it would be freed only at the next one.
                 del callback
             if time.monotonic() >= due:
-                self._check()
+                run_logged(self._check)
                 due = time.monotonic() + _TICK_S

@@ -17,8 +17,8 @@ from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError, GroupError, RayshardingError
 from raysharding.group.calls.call import Call, Collect, collect_all, collect_rank0
-from raysharding.group.calls.callback_thread import refuse_to_wait
-from raysharding.group.calls.connection import Connection
+from raysharding.group.calls.callback_thread import refuse_to_wait, run_logged
+from raysharding.group.calls.connection import Connection, left
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
@@ -30,6 +30,7 @@ from raysharding.group.messages import (
     Packed,
     Part,
     Submission,
+    closed,
     encoded,
     pack_batches,
     pack_same,
@@ -199,7 +200,7 @@ class Client:
         self.connection.thread.call(partial(tell, line))
 
     def shutdown(self) -> None:
-        """Wait for the saves in progress, and end the group for all drivers. Idempotent.
+        """Wait for the saves in progress, of all drivers, and end the group for all drivers. Idempotent.
 
         Returns when the group's resources are free, or 40 s after the last save. After `detach` nothing happens: the
         group is that of others.
@@ -211,7 +212,7 @@ class Client:
             return
         try:
             if self.state in (GroupState.READY, GroupState.BUSY):
-                self.pending.wait(self.timeouts.load_stall_s)
+                self.pending.wait(self.timeouts.load_stall_s, of_all=True)
         finally:
             try:
                 self._end_group()
@@ -228,15 +229,16 @@ class Client:
     def detach(self) -> None:
         """Leave the group to its other drivers; one without a name ends."""
         self.connection.tell("detach", self.connection.key)
-        self._close()
+        self.pending.lose(left(self.name), "how the save ends is not known")
+        self._close(left)
 
     def dropped_soon(self) -> None:
         """Handle the loss of the last reference to the group."""
         self.connection.thread.call(self.detach)
 
-    def _close(self) -> None:
+    def _close(self, refusal: Callable[[str], GroupBrokenError] = closed) -> None:
         self._is_closed = True
-        self.connection.close()
+        self.connection.close(refusal)
         atexit.unregister(self.connection.thread.stop)
 
     def _refuse(self) -> None:
@@ -293,11 +295,12 @@ class Client:
         with MaskedInterrupts(), here.submitting, there.submitting:
             for one in calls:
                 one._refuse()
+            its = there.registration
             joints = (
-                Joint(key, there.controller, second.name, True, there.key, there.next_number),
+                Joint(key, there.controller, second.name, True, its.key, its.next_number),
                 Joint(key, here.controller, first.name, False),
             )
-            own, its = (
+            own, other_own = (
                 Submission(
                     method,
                     (pack_same(method, arg),),
@@ -308,12 +311,12 @@ class Client:
                 )
                 for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
-            here.send(calls[first], replace(own, other=its), 0, first.timeouts.call_s)
+            here.send(calls[first], replace(own, other=other_own), 0, first.timeouts.call_s)
             with suppress(GroupError):  # the call raises it
                 here.ask("queue", "arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
-            outcome = there.controller.queue.remote("outcome", there.key, key, unknown)
-            there.follow(calls[second], outcome, 0, second.timeouts.call_s)
+            outcome = there.controller.queue.remote("outcome", its.key, key, unknown)
+            there.follow(calls[second], its, outcome, 0, second.timeouts.call_s)
         return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
@@ -342,21 +345,29 @@ class Client:
             here.changed.wait_for(lambda: here.num_bytes < _MAX_BYTES or here.cause is not None)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
+        num_cancelled = 0
         try:
-            last = self.connection.next_number
-            found: Interrupted = self.connection.ask("interrupt", self.connection.key, source or "interrupt()", last)
-        except (RayshardingError, ray.exceptions.RayError):
-            stopping.set_result(0)
-            return
+            # The calls raise these; Ray Client raises a `ConnectionError`.
+            with suppress(RayshardingError, ray.exceptions.RayError, ConnectionError):
+                num_cancelled = self._stop_calls(source)
+        finally:
+            stopping.set_result(num_cancelled)
+
+    def _stop_calls(self, source: str) -> int:
+        """Cancel the calls in the queue, wait for the running one, and return the number of cancelled calls."""
+        before = list(self.connection.calls)  # other threads may go on submitting
+        own = self.connection.registration
+        found: Interrupted = self.connection.ask("interrupt", own.key, source or "interrupt()", own.next_number)
         if source and found.running is not None:
-            tell(
+            line = (
                 f"{source}: {self.name} stops when the running {found.running} has ended (deadline in "
                 f"{found.left_s:.0f} s); queued calls cancelled: {found.num_cancelled}; once more stops the ranks now, "
                 "and their weights are lost"
             )
-        with self.connection.changed:
-            self.connection.changed.wait_for(lambda: not self.connection.calls)
-        stopping.set_result(found.num_cancelled)
+            run_logged(partial(tell, line))  # stderr may be closed
+        for call in before:
+            call.wait(None)
+        return found.num_cancelled
 
 
 def _stored(part: Packed) -> Part:

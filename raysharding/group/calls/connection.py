@@ -8,8 +8,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import ray
 
 from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RayshardingError, caught_as
 from raysharding.group.calls.call import Call
-from raysharding.group.calls.callback_thread import CallbackThread
+from raysharding.group.calls.callback_thread import CallbackThread, run_logged
 from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, is_dead, ray_session, tell
 from raysharding.group.messages import (
@@ -42,6 +42,16 @@ _RETRY_S = 0.2
 _STALL_S = 3.0
 
 
+@dataclass
+class Registration:
+    """What a controller knows a driver by. Another controller knows nothing of it: key and number change together."""
+
+    key: str
+    """Random; identifies the driver."""
+    next_number: int = 0
+    """Number of the driver's next call."""
+
+
 class Connection:
     """A driver's connection to a controller. Thread-safe.
 
@@ -60,8 +70,8 @@ class Connection:
         """
         self.controller = controller
         self.name = name
-        self.key = ""
-        """Identifies this driver at the controller."""
+        self.registration = Registration("")
+        """This driver at the controller that it has attached to last; read it once where both fields are needed."""
         self.where = "?"
         """Node and process of the controller, for errors."""
         self.generation = ""
@@ -80,9 +90,8 @@ class Connection:
         """Notified when a call ends."""
         self.submitting = threading.Lock()
         """Held while calls get their numbers and are sent."""
-        self.next_number = 0
-        """Number of this driver's next call."""
         self._lost: GroupError | None = None
+        self._refusal: Callable[[str], GroupBrokenError] = closed
         self._session = ray_session()
         self._connected = threading.Event()
         self._connected.set()  # cleared from the loss of a controller to the connection to the next one
@@ -110,9 +119,11 @@ class Connection:
     def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
         """Ask the controller to add this driver; see `attach`. `finish_attach` returns what it answers."""
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-        before, self.key = self.key or None, secrets.token_hex(8)
-        owned = [self.controller.until_gone.remote(self.key)]
-        attaching: ray.ObjectRef = self.controller.attach.remote(self.key, label, owned, before, makes=makes)
+        registration = Registration(secrets.token_hex(8))
+        owned = [self.controller.until_gone.remote(registration.key)]
+        arguments = registration.key, label, owned, self.key or None
+        attaching: ray.ObjectRef = self.controller.attach.remote(*arguments, makes=makes)
+        self.registration = registration  # once `attach` is sent: calls follow it
         return attaching
 
     def finish_attach(self, attaching: ray.ObjectRef, *, within_s: float) -> Attached:
@@ -126,6 +137,11 @@ class Connection:
         self._connected.set()
         self.thread.call(self._watch)
         return attached
+
+    @property
+    def key(self) -> str:
+        """Identifies this driver at the controller."""
+        return self.registration.key
 
     @property
     def state(self) -> GroupState:
@@ -144,10 +160,10 @@ class Connection:
         """Raise the error of a call on a broken or closed group.
 
         Raises:
-            GroupBrokenError: The group is broken (with the cause), or shut down.
+            GroupBrokenError: The group is broken (with the cause), or shut down, or this driver has left it.
         """
         if self.snapshot.state is GroupState.CLOSED:
-            raise closed(self.name)
+            raise self._refusal(self.name)
         if (cause := self.cause) is not None:
             raise broken(self.name, cause)
 
@@ -194,26 +210,33 @@ class Connection:
             num_bytes: Bytes of its arguments.
             deadline_s: Its deadline.
         """
-        call.number = self.next_number
-        self.next_number += 1
-        self.follow(call, self.controller.queue.remote("submit", self.key, call.number, sent), num_bytes, deadline_s)
+        own = self.registration
+        call.number = own.next_number
+        ref = self.controller.queue.remote("submit", own.key, call.number, sent)
+        own.next_number += 1  # once it is sent: the controller would wait for a number that never comes
+        self.follow(call, own, ref, num_bytes, deadline_s)
 
-    def follow(self, call: Call, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
+    def follow(self, call: Call, own: Registration, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
         """End a call with the outcome that a reference brings; see `send`."""
         with self.changed:
             self.calls[call] = num_bytes, deadline_s
             self.num_bytes += num_bytes
-        ref.future().add_done_callback(lambda ended: self.thread.call(partial(self._on_outcome, call, ended)))
+        ref.future().add_done_callback(lambda ended: self.thread.call(partial(self._on_outcome, call, own, ended)))
+        if self.snapshot.state is GroupState.CLOSED:  # meanwhile, and the callback thread may have ended
+            self._fail_calls(self._refusal(self.name))
 
-    def _on_outcome(self, call: Call, ended: concurrent.futures.Future[Any]) -> None:
+    def _on_outcome(self, call: Call, own: Registration, ended: concurrent.futures.Future[Any]) -> None:
         """Handle the end of a call, on the callback thread."""
         error = ended.exception()
         if error is None:
-            self._end(call, decoded(ended.result()))
-        else:
-            self.controller_lost(self.controller_died(error))
+            self._end_call(call, decoded(ended.result()))
+        elif call in self.calls:  # else it has ended with the controller that it was sent to
+            died = self.controller_died(error)
+            if own is self.registration:
+                self.controller_lost(died)
+            self._end_call(call, Outcome(error=died))  # it may have been sent after the loss had ended the others
 
-    def _end(self, call: Call, outcome: Outcome) -> None:
+    def _end_call(self, call: Call, outcome: Outcome) -> None:
         if outcome.snapshot is not None:
             self.take(outcome.snapshot)
         with self.changed:
@@ -228,13 +251,16 @@ class Connection:
 
     def _fail_calls(self, error: GroupError) -> None:
         for call in list(self.calls):
-            self._end(call, Outcome(error=error))
+            self._end_call(call, Outcome(error=error))
 
     def _saved_bytes(self) -> dict[str, int]:
         """Return the bytes written so far of each save in the background that has not ended, by token."""
         if self.cause is not None or self.snapshot.state is GroupState.CLOSED:
             return {}
-        written: dict[str, int] = self.ask("saved_bytes")
+        try:
+            written: dict[str, int] = self.ask("saved_bytes")
+        except GroupError:
+            return {}  # the loss of the controller ends the saves
         return written
 
     def probe(self, method: str, *args: Any, within_s: float, ranks: Sequence[int] | None = None) -> ProbeReplies:
@@ -263,11 +289,16 @@ class Connection:
         """Return False from the loss of the controller, or of Ray, to the connection to the next controller."""
         return self.has_ray() and self._connected.is_set()
 
-    def close(self) -> None:
-        """End this connection: for this driver the group is CLOSED."""
+    def close(self, refusal: Callable[[str], GroupBrokenError] = closed) -> None:
+        """End this connection: for this driver the group is CLOSED.
+
+        Args:
+            refusal: Builds the error of calls, given the group's name.
+        """
+        self._refusal = refusal
         self.take(replace(self.snapshot, state=GroupState.CLOSED))
         self.thread.stop()
-        self._fail_calls(closed(self.name))
+        self._fail_calls(refusal(self.name))
 
     def end_controller(self, *, for_good: bool) -> None:
         """Kill the controller's process; without its GCS Ray waits for a minute."""
@@ -303,11 +334,11 @@ class Connection:
             snapshot = replace(snapshot, ranks=self.snapshot.ranks, log_paths=self.snapshot.log_paths)
         self.snapshot = snapshot
         for number, line in lines_after(snapshot.notes, self._told):
-            tell(line)
+            run_logged(partial(tell, line))  # stderr may be closed
             self._told = number
         self.pending.note(snapshot.ended_saves)
         if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
-            self.pending.lose(snapshot.cause or closed(self.name))
+            self.pending.lose(snapshot.cause or self._refusal(self.name))
 
     def _check(self) -> None:
         """Look each second whether Ray, its GCS and the controller are there; on the callback thread."""
@@ -346,23 +377,28 @@ class Connection:
         threading.Thread(target=self._reconnect, args=(error,), name="reconnect", daemon=True).start()
 
     def _reconnect(self, error: GroupError) -> None:
-        attached, until = None, time.monotonic() + _ANSWER_S
-        while attached is None:
-            try:
-                attached = self.attach()
-            except RayshardingError:
-                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
-                    self._connected.set()
-                    return  # it is gone for good: the group stays BROKEN by its loss
-                time.sleep(_RETRY_S)
-        if attached.spec is not None:  # else it was lost before the group was READY
+        try:
+            attached = self._attach_again()
+        finally:
+            self._connected.set()
+        if attached is not None and attached.spec is not None:  # else it was lost before the group was READY
             self._lost = None
             if attached.snapshot.state is GroupState.BROKEN:
                 self.take(replace(attached.snapshot, cause=error))
 
+    def _attach_again(self) -> Attached | None:
+        """Attach to the next controller; return `None` if there is none: the group stays BROKEN by the loss."""
+        until = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                return self.attach()
+            except Exception:  # noqa: BLE001 - Ray Client raises what it likes; calls raise the loss
+                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
+                    return None
+            time.sleep(_RETRY_S)
+
     def _lose(self, error: GroupError) -> None:
         self._lost = error
-        self.next_number = 0  # a controller that is connected to counts anew
         self._fail_calls(error)
         self.pending.lose(error)
 
@@ -374,6 +410,8 @@ class Connection:
         """
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         first = " ".join(str(cause).split())[:600]
+        if isinstance(cause, GroupError):
+            first = "Ray has started another one in its place"
         message = f"{self.name}: its controller ({self.where}) died, and the ranks with it: {first}"
         self._note_stall()
         until, seconds = self._stall
@@ -394,6 +432,11 @@ class Connection:
         """Raise instead of a call that would start Ray anew."""
         if not self.has_ray():
             raise GroupBrokenError(f"{self.name} is broken and refuses calls: Ray was shut down under the group")
+
+
+def left(name: str) -> GroupBrokenError:
+    """Build the error of calls of a driver that has left a group."""
+    return GroupBrokenError(f"this driver has left {name}, which others may use: attach again")
 
 
 def raised_by(outcome: Outcome) -> RayshardingError | None:

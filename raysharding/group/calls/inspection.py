@@ -37,11 +37,13 @@ def read_log(client: Client, rank: int, num_lines: int) -> str:
         num_lines: Number of lines of each.
 
     Raises:
-        GroupError: The node is gone, does not answer within 30 s, or Ray was shut down.
+        GroupError: The node is gone, does not answer within 30 s, or is not known, or Ray was shut down.
     """
     if not client.connection.has_ray():
         raise GroupError("Ray was shut down, which knows where the logs are")
     snapshot = client.connection.snapshot
+    if not snapshot.ranks:
+        raise GroupError("it is not known where the ranks ran: their controller died before this driver attached")
     info, log_paths = snapshot.ranks[rank], snapshot.log_paths[rank]
     if not log_paths:
         return "Ray keeps no log files of this rank\n"

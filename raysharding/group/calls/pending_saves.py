@@ -54,16 +54,20 @@ class PendingSaves:
         with self._changed:
             for token in [token for token in self._pending if token in ended]:
                 (save, _), error = self._pending.pop(token), ended[token]
-                # The ranks may have committed the save before they died, without a report.
-                if error is not None and not is_committed(save):
+                if error is not None:
                     error.add_note(f"raysharding: raised by the background save to {save.path}")
                     self._errors.append((save, error))
             self._changed.notify_all()
 
-    def lose(self, cause: GroupError) -> None:
-        """End all saves in progress: their ranks are gone."""
-        what = f"the save was lost with its ranks: {str(cause).splitlines()[0]}"
-        self.note({token: GroupError(what) for token in list(self._pending)})
+    def lose(self, cause: GroupError, what: str = "the save was lost with its ranks") -> None:
+        """End all saves in progress.
+
+        Args:
+            cause: Why they count as ended.
+            what: What has become of them, for the error.
+        """
+        message = f"{what}: {str(cause).splitlines()[0]}"
+        self.note({token: GroupError(message) for token in list(self._pending)})
 
     def restarted(self) -> None:
         """End the saves in progress, whose ranks are gone, and tell the failures that no call has raised.
@@ -101,30 +105,33 @@ class PendingSaves:
         with self._changed:
             taken = [one for one in self._errors if paths is None or one[0].path in paths]
             self._errors = [one for one in self._errors if one not in taken]
-        return taken
+        # The ranks may have committed a save before they died, without a report. It is read here, on the thread of the
+        # caller: the storage may be slow, and the thread that calls `note` ends all calls.
+        return [one for one in taken if not is_committed(one[0])]
 
-    def wait(self, stall_s: float) -> None:
-        """Wait for the saves in progress, and raise the failure of a save.
+    def wait(self, stall_s: float, *, of_all: bool = False) -> None:
+        """Wait for the saves in progress, and raise the failure of a save of this driver.
 
         Args:
             stall_s: Longest time without a byte written.
+            of_all: True to wait also for the saves of other drivers that the ranks have begun.
 
         Raises:
             TimeoutError: Nothing was written for `stall_s`; the saves continue.
             Exception: As `raise_failed`.
         """
-        self._wait_ended(stall_s)
+        self._wait_ended(stall_s, of_all=of_all)
         self.raise_failed()
 
-    def _wait_ended(self, stall_s: float) -> None:
+    def _wait_ended(self, stall_s: float, *, of_all: bool = False) -> None:
         moved, before = time.monotonic(), dict[str, int]()
-        while True:
+        while self._pending or of_all:
+            written = dict(self._written())
             with self._changed:
-                if not self._pending:
+                if not (self._pending or (of_all and written)):
                     return
                 self._changed.wait(_POLL_S)
                 is_queued = not all(call.done() for _, call in self._pending.values())
-            written = dict(self._written())
             if is_queued or written != before:  # a call that is queued or runs has a deadline of its own
                 moved, before = time.monotonic(), written
             elif time.monotonic() - moved > stall_s:

@@ -16,9 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raysharding import CheckpointError, ShardedModelGroup, Split, Timeouts
+from raysharding import Call, CheckpointError, GroupError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint.writing import create_staging, remove_staging
 from raysharding.group import GroupState
+from raysharding.group.calls import collect_rank0, pending_saves
+from raysharding.group.calls.pending_saves import PendingSaves
+from raysharding.group.messages import BegunSave
 from tests.clock import now
 from tests.conftest import make_group
 from tests.group.fit.test_fit_restarts import slow_writes
@@ -99,6 +102,26 @@ def test_one_at_a_time_and_in_order(trained: ShardedModelGroup, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["last", "step-2", "step-3"]
     assert same(tmp_path / "step-2", weights[2])
     assert same(tmp_path / "step-3", weights[3])
+
+
+def test_a_failure_is_checked_in_the_files_by_the_thread_that_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the thread that hears of it, and ends all calls: the storage may be slow."""
+    read: list[str] = []
+
+    def is_whole(save: BegunSave) -> bool:
+        read.append(save.path)
+        return save.path == "whole"
+
+    monkeypatch.setattr(pending_saves, "is_committed", is_whole)
+    saves = PendingSaves(dict)
+    for path in ("whole", "lost"):
+        saves.begin(BegunSave(path, True, path), Call("save", 1, collect_rank0, 1.0))
+    saves.lose(GroupError("the controller died"))
+    assert not read
+    with pytest.raises(GroupError, match="the save was lost with its ranks: the controller died") as caught:
+        saves.raise_failed()
+    assert caught.value.__notes__ == ["raysharding: raised by the background save to lost"]
+    assert read == ["whole", "lost"]
 
 
 @pytest.fixture

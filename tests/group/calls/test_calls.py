@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import io
 import os
 import pickle
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import nn
 
@@ -306,6 +310,52 @@ def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pyt
     assert first.done()
     assert [call.result() for call in calls] == [[100_000] * 2] * 8
     assert group._client.connection.num_bytes == 0
+
+
+def test_a_call_that_cannot_be_sent_takes_no_number(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller would wait for the number before it takes the later calls."""
+
+    class Full:
+        @property
+        def queue(self) -> Any:
+            raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(group._client.connection, "controller", Full())
+    with pytest.raises(ray.exceptions.ObjectStoreFullError):
+        group.call(len, "abc")
+    monkeypatch.undo()
+    assert group.call.remote(len, "abc").result(timeout_s=20) == [3, 3]
+
+
+def test_what_fails_on_the_thread_that_ends_calls_is_logged_and_ends_no_other_call(
+    group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, connection = group._client, group._client.connection
+    looked = threading.Event()
+
+    def check() -> None:
+        looked.set()
+        raise ConnectionError("the check failed")
+
+    first = group.call.remote(time.sleep, 0.3)
+    last: list[Call] = []
+    first.when_done(lambda _: sys.exit(3))
+    first.when_done(lambda _: last.remove(first))
+    first.when_done(last.append)
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "stderr", closed)
+        client.tell_soon("nobody hears it")
+        changed.setattr(connection, "_told", -1)
+        connection.take(replace(connection.snapshot, notes=((0, "nor this"),)))
+        changed.setattr(connection.thread, "_check", check)
+        assert first.result(timeout_s=20) == [None, None]
+        assert looked.wait(5)
+    assert group.call.remote(len, "abc").result(timeout_s=20) == [3, 3]
+    assert last == [first], "the callbacks behind run"
+    for said in ("SystemExit: 3", "ValueError: list.remove", "closed file", "the check failed"):
+        assert said in caplog.text
 
 
 def test_a_callback_that_would_wait_is_refused_at_once(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from raysharding import GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
+from tests.group.fit.test_fit_restarts import slow_writes
 from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 pytestmark = pytest.mark.timeout(180)
@@ -43,25 +45,45 @@ def test_attach_takes_nothing_from_the_driver_that_was_there(checkpoint: Path, r
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_end_of_an_attached_with_block_detaches(checkpoint: Path) -> None:
+def test_the_end_of_an_attached_with_block_detaches(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = "this driver has left group 'both', .* attach again"
     with make_group(checkpoint, name="both") as first:
         with ShardedModelGroup.attach("both") as second:
             assert second.call(int) == [0, 0]
+            running, queued = second.call.remote(time.sleep, 0.5), second.call.remote(int)
         assert first.call(int) == [0, 0], "the group lives on"
-        with pytest.raises(GroupError):
+        for call in (running, queued):
+            with pytest.raises(GroupBrokenError, match=left):
+                call.result()
+        with pytest.raises(GroupBrokenError, match=left):
             second.call(int)
+
+        third = ShardedModelGroup.attach("both")
+        connection = third._client.connection
+        send = connection.send
+
+        def send_late(*args: Any) -> None:
+            third._client.detach()  # as another thread may do
+            send(*args)
+
+        monkeypatch.setattr(connection, "send", send_late)
+        with pytest.raises(GroupBrokenError, match=left):
+            third.call.remote(int).result(timeout_s=10)
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path) -> None:
+def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path, tmp_path: Path) -> None:
     first = make_group(checkpoint, name="both")
     second = ShardedModelGroup.attach("both")
+    first.call(slow_writes(0.5))
+    first.save(tmp_path / "saved", async_save=True)
     waiting = first.call.remote(time.sleep, 60)
     second.shutdown()
     with pytest.raises(GroupError, match="shut down"):
         waiting.result()
     with pytest.raises(GroupBrokenError, match="shut down"):
         first.call(int)
+    assert os.listdir(tmp_path) == ["saved"], "a save in the background, of whatever driver, is waited for"
     with pytest.raises(ValueError, match="no group of that name"):
         ShardedModelGroup.attach("both")
 

@@ -170,6 +170,27 @@ def test_interrupt_from_another_thread(group: ShardedModelGroup) -> None:
     assert group.state is GroupState.READY
 
 
+def test_interrupt_waits_for_no_call_that_was_submitted_after_it(group: ShardedModelGroup) -> None:
+    """Else it does not return while other threads submit."""
+    running = group.call.remote(work, 0.6)
+    interrupting = threading.Thread(target=group.interrupt)
+    interrupting.start()
+    time.sleep(0.3)
+    later = group.call.remote(work, 1.5)
+    interrupting.join()
+    assert running.done()
+    assert not later.done()
+    assert later.result() == [7, 7]
+
+
+def test_an_interrupt_that_cannot_be_sent_ends(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise ConnectionError("as Ray Client raises without its server")
+
+    monkeypatch.setattr(group._client.connection, "ask", lost)
+    assert group.interrupt(timeout_s=10) == 0
+
+
 def make_sleepy(begun: Path) -> Callable[[], nn.Module]:
     """Return a model callable that says that it has begun, and does not end."""
 

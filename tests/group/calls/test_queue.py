@@ -60,7 +60,7 @@ def test_500_calls_of_mixed_sizes_run_in_the_order_of_their_submission(group: Sh
 def test_a_part_of_a_result_that_is_asked_for_before_its_call_arrives_is_waited_for(group: ShardedModelGroup) -> None:
     """Else `state_dict` takes the call for ended, and the ranks wait forever for somebody to take the first bucket."""
     client = group._client
-    part = client.item(client.connection.next_number, 0)
+    part = client.item(client.connection.registration.next_number, 0)
     time.sleep(0.5)
     call = group.call.remote(int)
     assert not part.result(timeout=20.0).is_last
@@ -107,7 +107,7 @@ def test_arguments_that_are_lost_before_the_ranks_begin_leave_the_group_ready(
 def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup) -> None:
     """Ray may bring the question before the call."""
     client = group._client
-    number = client.connection.next_number
+    number = client.connection.registration.next_number
     busy = group.call.remote(time.sleep, 1.0)
     item = client.item(number + 1, 0)
     interrupted = client.connection.begin("interrupt", client.connection.key, "the test", number + 3)
