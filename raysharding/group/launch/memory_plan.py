@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -34,11 +34,10 @@ from raysharding.group.cluster import (
     rank_need,
     ranks_per_gpu,
     show_resources,
-    text_table,
 )
 from raysharding.group.launch.spec import GroupSpec, fitted_module, open_spec
-from raysharding.html import html_lines, html_report, html_rows
 from raysharding.models import wrap_groups
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes as size
 
 CONTEXT_BYTES = 512 << 20
@@ -79,8 +78,8 @@ class NodePlan:
     """GPU memory that the ranks of one GPU need together, on the GPU that needs most."""
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+@dataclass(frozen=True, repr=False)
+class GroupPlan(Report):
     """Result of `ShardedModelGroup.plan`."""
 
     checkpoint: str
@@ -111,26 +110,19 @@ class GroupPlan:
         """True if no known resource is short; activations and the items in `notes` are not counted."""
         return not self.shortages
 
-    def __repr__(self) -> str:
-        parts = [self._title(), text_table(*self._ranks()), text_table(*self._nodes()), *self._verdict()]
-        return "\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        tables = html_rows(*self._ranks()), html_rows(*self._nodes())
-        return html_report(self._title(), *tables, html_lines(self._verdict()))
-
     def _title(self) -> str:
         copies = f", {self.num_replicas} replicas" if self.num_replicas > 1 else ""
         what = f"{self.checkpoint}: {self.num_parameters:,} parameters, {size(self.checkpoint_bytes)} in the files"
         return f"{what}; {self.world_size} ranks on {self.device}{copies}, {self.optimizer or 'no optimizer'}"
 
-    def _verdict(self) -> list[str]:
-        verdict = (
-            ["fits, as far as is known"] if self.fits else ["does not fit:", *(f"  {line}" for line in self.shortages)]
-        )
-        return [*verdict, *(f"note: {note}" for note in self.notes)]
+    def _parts(self) -> Iterator[Table | str]:
+        yield self._rank_table()
+        yield self._node_table()
+        yield "fits, as far as is known" if self.fits else "does not fit:"
+        yield from (f"  {line}" for line in self.shortages)
+        yield from (f"note: {note}" for note in self.notes)
 
-    def _ranks(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def _rank_table(self) -> Table:
         header = ("rank", "node", "parameters", "buffers", "gradients", "optimizer", "gathered", "load", "host", "gpu")
         rows: list[Sequence[str]] = []
         # Adjacent ranks with equal plans on one node share a row.
@@ -141,16 +133,16 @@ class GroupPlan:
             parts = (held.parameter_bytes, held.buffer_bytes, held.gradient_bytes, held.optimizer_bytes)
             more = (plan.gathered_bytes, plan.load_bytes, plan.host_bytes, plan.device_bytes)
             rows.append((numbers, plan.node or "no space", *map(size, (*parts, *more))))
-        return header, rows
+        return Table(header, rows)
 
-    def _nodes(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def _node_table(self) -> Table:
         header = ("node", "ranks", "cpus free", "gpus free", "host need", "host free", "gpu need", "gpu free")
         rows: list[Sequence[str]] = []
         for node in self.nodes:
             has = node.room
             amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
             rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", f"{has.gpus:g}", *map(size, amounts)))
-        return header, rows
+        return Table(header, rows)
 
 
 def rank_plan(

@@ -24,9 +24,9 @@ from raysharding.distributed.comm import LinkTimes
 from raysharding.distributed.footprint import MemoryNeed
 from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import Client, collect_all
-from raysharding.group.cluster import NodeFacts, dashboard_url, text_table, versions_here
+from raysharding.group.cluster import NodeFacts, dashboard_url, versions_here
 from raysharding.group.ranks import RankInfo
-from raysharding.html import html_lines, html_report, html_rows
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes as size
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
@@ -50,8 +50,8 @@ class Finding:
         return f"{'error' if self.is_error else 'warning'}: {self.subject}: {self.message}"
 
 
-@dataclass(frozen=True)
-class PreflightReport:
+@dataclass(frozen=True, repr=False)
+class PreflightReport(Report):
     """Results of a preflight."""
 
     nodes: tuple[NodeFacts, ...]
@@ -85,33 +85,26 @@ class PreflightReport:
             message = f"preflight found {len(self.errors)} errors; from_checkpoint(preflight=False) loads anyway:"
             raise PreflightError(message, problems=[str(finding) for finding in self.findings])
 
-    def __repr__(self) -> str:
-        return "\n".join([text_table(*self._table()), *self._lines()])
+    def _title(self) -> str:
+        return "preflight"
 
-    def _repr_html_(self) -> str:
-        return html_report("preflight", html_rows(*self._table()), html_lines(self._lines()))
-
-    def _table(self) -> tuple[Sequence[str], list[Sequence[str]]]:
-        header = ("node", *_shown(self.nodes), "interface", "free memory", "gpus")
-        rows: list[Sequence[str]] = [
+    def _parts(self) -> Iterator[Table | str]:
+        packages = list(dict.fromkeys(name for node in self.nodes for name in node.versions))
+        rows = [
             (
                 node.node_ip,
-                *(node.versions.get(name, "-") for name in _shown(self.nodes)),
+                *(node.versions.get(name, "-") for name in packages),
                 node.chosen_interface or node.interface or "none",
                 size(node.available_bytes),
                 str(len(node.gpu_free_bytes)),
             )
             for node in self.nodes
         ]
-        return header, rows
-
-    def _lines(self) -> list[str]:
-        ports = [f"ports: {', '.join(self.ports)}"] if self.ports else []
-        return [*ports, _link_line(self.link), *([str(finding) for finding in self.findings] or ["nothing is wrong"])]
-
-
-def _shown(nodes: Sequence[NodeFacts]) -> list[str]:
-    return list(dict.fromkeys(name for node in nodes for name in node.versions))
+        yield Table(("node", *packages, "interface", "free memory", "gpus"), rows)
+        if self.ports:
+            yield f"ports: {', '.join(self.ports)}"
+        yield _link_line(self.link)
+        yield from map(str, self.findings or ["nothing is wrong"])
 
 
 def _link_line(link: LinkTimes | None) -> str:
