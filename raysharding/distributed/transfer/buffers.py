@@ -61,13 +61,6 @@ def make_ring(slot: SlotBytes, device: torch.device) -> list[Slot]:
     ]
 
 
-def ring_bytes(slot: SlotBytes, device_type: str) -> tuple[int, int]:
-    """Return the host memory and the device memory of a ring."""
-    if device_type == "cpu":
-        return RING_SIZE * max(slot), 0
-    return RING_SIZE * round_up_pinned(slot.host), RING_SIZE * slot.wire
-
-
 def round_up_pinned(num_bytes: int) -> int:
     """Return the memory that torch's allocator of pinned memory takes: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
