@@ -32,7 +32,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
     plan_in_order,
 )
-from raysharding.distributed.transfer.buffers import LocalShards
+from raysharding.distributed.transfer.buffers import LocalShards, ReadShard
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.distributed.transfer.transport import connect_ranks
 from raysharding.models import all_names
@@ -93,6 +93,8 @@ class Gather:
     """True to transfer the tensors of a destination one after the other, from first to last element."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """FQN → dtype on the wire; the tensor's own by default. The sink may get this rank's values unconverted."""
+    read: ReadShard | None = None
+    """Returns the values to send in place of a shard's own; by default they are its own."""
     on_device: bool = False
     """True to give the sink values on the device of the messages, or of this rank's shard, without a copy."""
     wire_bytes: int = field(default=0, init=False)
@@ -104,7 +106,9 @@ class Gather:
         self._shards = ShardMap.of(self.tensors)
         share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
         self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
-        self._local_shards = {rank: LocalShards(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
+        self._local_shards = {
+            rank: LocalShards(plan, self.tensors, self._shards, read=self.read) for rank, plan in self._plans.items()
+        }
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
         planned = [
@@ -339,7 +343,7 @@ def gather_into(
     *,
     bucket_bytes: int = GATHER_BUCKET_BYTES,
     timeout_s: float = 120.0,
-) -> None:
+) -> int:
     """Gather as `gather_tensors`, into existing memory; collective.
 
     Args:
@@ -349,10 +353,17 @@ def gather_into(
         device: Device of the messages.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.
+
+    Returns:
+        Number of messages that this rank sent or received.
     """
 
     def sink(name: str, first: int, values: torch.Tensor) -> None:
         full[name].view(-1)[first : first + values.numel()].copy_(values)
 
+    num_messages = 0
     for part in by_mesh(tensors):
-        Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()
+        gather = Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes)
+        gather.run()
+        num_messages += gather.num_messages
+    return num_messages

@@ -26,7 +26,6 @@ class PlanShards:
         layouts = [layout.tensors[name] for name in plan.names]
         held = [tensors[name] for name in plan.names]
         indices = [shard_index_of(one) if isinstance(one, DTensor) else 0 for one in held]
-        self._fqns = [one.fqn for one in layouts]
         self._first = [one.local_range(index)[0] for one, index in zip(layouts, indices, strict=True)]
         self._live = [local_tensor(tensor).view(-1) for tensor in held]
         self._flat = [torch.empty_like(values) for values in self._live] if staged else self._live
@@ -36,13 +35,11 @@ class PlanShards:
 
     def merge(self, module: nn.Module, timeout_s: float) -> None:
         """Merge LoRA adapters into the values that are read from now on; collective over the own group."""
-        reads = Counter(
-            self._fqns[segment.tensor]
-            for buckets in self._plan.buckets.values()
-            for bucket in buckets
-            for segment in bucket
-        )
-        self._merged = MergedShards(module, reads, timeout_s)
+        num_elements = Counter[str]()
+        for segment in (one for buckets in self._plan.buckets.values() for bucket in buckets for one in bucket):
+            num_elements[self._plan.names[segment.tensor]] += segment.stop - segment.start
+        self._merged = MergedShards(module, num_elements)
+        self._merged.gather_adapters(timeout_s)
 
     def take_staged(self) -> None:
         """Copy staged values into the module."""
@@ -54,7 +51,7 @@ class PlanShards:
         number = segment.tensor
         flat, first = self._flat[number], self._first[number]
         if self._merged is not None:
-            flat = self._merged.read(self._fqns[number], flat, first)
+            flat = self._merged.read(self._plan.names[number], flat, first, segment.stop - segment.start)
         return flat[segment.start - first : segment.stop - first]
 
     def in_slot(self, slot: torch.Tensor, segment: Segment) -> torch.Tensor:
