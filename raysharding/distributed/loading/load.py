@@ -210,7 +210,7 @@ def _stream(
         done = min(ends[index] + num_bytes, ends[index + 1])
         context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
 
-    local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
+    local_shards = LocalShards(plan.buckets.tensors, tensors, fresh)
     transport, slots = _make_transport(context, plan, local_shards)
     stream = BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
@@ -226,7 +226,7 @@ def _stream(
         "wire_bytes": transport.wire_bytes,
         "shared_bytes": transport.shared_bytes,
         "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in slots),
-        **vars(stream.times),
+        **{name: getattr(stream, name) for name in ("read_s", "send_s", "place_s")},
     }
 
 

@@ -5,15 +5,15 @@ While a bucket is sent from one buffer of the ring, the next one is read into th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from raysharding.distributed.comm import is_accelerator
-from raysharding.distributed.fully_shard import ShardMap, local_tensor
-from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Segment
+from raysharding.distributed.fully_shard import local_tensor, shard_index_of
+from raysharding.distributed.transfer.bucket_plan import PlannedTensor, Segment
 from raysharding.distributed.transfer.memory import back
 from raysharding.distributed.transfer.sources import as_bytes, as_memory
 
@@ -71,12 +71,11 @@ ReadShard = Callable[[str, torch.Tensor, int, int], torch.Tensor]
 
 
 class LocalShards:
-    """The local memory of a plan's tensors, addressed by segments.
+    """The local memory of planned tensors, addressed by segments.
 
     Args:
-        plan: The plan.
+        planned: The tensors.
         tensors: FQN → tensor of this process's module.
-        shards: Which rank holds which shard.
         is_fresh: True if the memory was never touched: it is backed by pages before writes. That of touched memory
             would cost a warm load 12 %.
         read: Returns the values that `values` takes from in place of a shard's own.
@@ -84,24 +83,19 @@ class LocalShards:
 
     def __init__(
         self,
-        plan: BucketPlan,
+        planned: Sequence[PlannedTensor],
         tensors: Mapping[str, torch.Tensor],
-        shards: ShardMap,
         is_fresh: bool = False,
         read: ReadShard | None = None,
     ) -> None:
-        self._read = read
+        self._planned = planned
         self._is_fresh = is_fresh
-        self._planned = plan.tensors
-        self._flat = [self._flatten(planned, tensors[planned.layout.fqn]) for planned in plan.tensors]
-        index = shards.shard_index
-        self._first = [planned.layout.local_range(index)[0] for planned in plan.tensors]
-
-    @staticmethod
-    def _flatten(planned: PlannedTensor, tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor)
-        assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
-        return local.view(-1)
+        self._read = read
+        held = [tensors[one.layout.fqn] for one in planned]
+        self._flat = [local_tensor(tensor).view(-1) for tensor in held]
+        self._first = [
+            one.layout.local_range(shard_index_of(tensor))[0] for one, tensor in zip(planned, held, strict=True)
+        ]
 
     def takes_wire_bytes(self, tensor: int, device_type: str) -> bool:
         """Return True if a tensor's wire bytes can be written into its shard unchanged by `device_type`."""

@@ -107,7 +107,7 @@ class Gather:
         share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
         self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
         self._local_shards = {
-            rank: LocalShards(plan, self.tensors, self._shards, read=self.read) for rank, plan in self._plans.items()
+            rank: LocalShards(plan.tensors, self.tensors, read=self.read) for rank, plan in self._plans.items()
         }
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
