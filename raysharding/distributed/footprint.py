@@ -56,6 +56,19 @@ class TensorFootprint:
     is_trained: bool
     """True if the tensor gets a gradient."""
 
+    def local_shape(self, shard_index: int) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        shape = self.layout.shape
+        if not self.layout.num_shards:
+            return shape
+        start, stop = self.layout.local_range(shard_index)
+        return (stop - start) * shape[0] // self.layout.num_elements, *shape[1:]
+
+    def local_bytes(self, shard_index: int) -> int:
+        """Return the bytes of a shard."""
+        start, stop = self.layout.local_range(shard_index)
+        return (stop - start) * self.layout.dtype.itemsize
+
 
 class Held(NamedTuple):
     """Memory of one kind that a rank holds, in bytes."""
@@ -157,13 +170,15 @@ def footprints(
     states: dict[Trained, int | None] = {}  # most shards have the same shapes
     found = {}
     for index in shard_indexes:
-        parameters, buffers, trained = _sums(tensors, index)
+        parameters = sum(one.local_bytes(index) for one in tensors if one.is_parameter)
+        buffers = sum(one.local_bytes(index) for one in tensors if not one.is_parameter)
+        trained = tuple((one.layout, one.local_shape(index)) for one in tensors if one.is_trained)
         if optimizer is None:
             found[index] = Footprint(parameters, buffers, 0, 0, *of_all)
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
-        gradients = sum(torch.Size(shape).numel() * layout.dtype.itemsize for layout, shape in trained)
+        gradients = sum(one.local_bytes(index) for one in tensors if one.is_trained)
         found[index] = Footprint(parameters, buffers, gradients, states[trained], *of_all)
     return found
 
@@ -172,28 +187,6 @@ def _pinned(tensors: Sequence[TensorFootprint]) -> int:
     """Return the pinned memory of one rank's shards; FSDP2 gives every rank the length of the longest."""
     shards = [tensor.layout for tensor in tensors if tensor.layout.num_shards]
     return sum(round_up_pinned(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
-
-
-def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
-    """Return bytes of parameters, bytes of buffers, and the tensors with gradients."""
-    parameters = buffers = 0
-    trained = []
-    for tensor in tensors:
-        shape = _local_shape(tensor.layout, shard_index)
-        num_bytes = torch.Size(shape).numel() * tensor.layout.dtype.itemsize
-        parameters += num_bytes if tensor.is_parameter else 0
-        buffers += 0 if tensor.is_parameter else num_bytes
-        if tensor.is_trained:
-            trained.append((tensor.layout, shape))
-    return parameters, buffers, tuple(trained)
-
-
-def _local_shape(layout: TensorLayout, shard_index: int) -> tuple[int, ...]:
-    if not layout.num_shards:
-        return layout.shape
-    start, stop = layout.local_range(shard_index)
-    row = layout.num_elements // layout.shape[0]
-    return (stop - start) // row, *layout.shape[1:]
 
 
 def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:

@@ -203,7 +203,7 @@ def _stream(
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
     """
-    buckets = plan.buckets.buckets
+    buckets = plan.buckets
     ends = list(accumulate(map(buckets.payload_bytes, range(len(buckets))), initial=0))
 
     def progress(index: int, num_bytes: int) -> None:
@@ -234,7 +234,7 @@ def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make transport and ring of the plan; collective, unless no rank needs a ring."""
-    rank, buckets = context.shards.rank, plan.buckets.buckets
+    rank, buckets = context.shards.rank, plan.buckets
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
     rings = SharedRings({}, {}, ())

@@ -87,7 +87,7 @@ class LoadReport(Report, Matched):
         return cls(
             num_tensors=len(plan.outline.tensors),
             mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout, _ in plan.mapped),
-            num_buckets=len(plan.buckets.buckets),
+            num_buckets=len(plan.buckets),
             bucket_bytes=plan.buckets.max_bucket_bytes,
             transport=plan.read_plan.transport,
             transport_reason=plan.read_plan.reason,

@@ -132,7 +132,7 @@ class Gather:
             The bytes delivered so far, over all destinations.
         """
         delivered = 0
-        rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
+        rounds = max((len(plan) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
         # One rank alone can run out of memory: the others would wait for its messages.
@@ -143,11 +143,9 @@ class Gather:
         connect_ranks(flag)
         for index in range(rounds):
             self._transfer(index, buffer, pinned)
-            if own is not None and index < len(own.buckets):
-                self._deliver(own.buckets[index], buffer, pinned)
-            delivered += sum(
-                plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
-            )
+            if own is not None and index < len(own):
+                self._deliver(own[index], buffer, pinned)
+            delivered += sum(plan[index].payload_bytes for plan in self._plans.values() if index < len(plan))
             yield delivered
 
     def _transfer(self, index: int, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
@@ -155,9 +153,9 @@ class Gather:
         staged: list[torch.Tensor] = []
         ops: list[dist.P2POp] = []
         for rank, plan in self._plans.items():
-            if index < len(plan.buckets):
-                ops += self._messages(rank, plan.buckets[index], buffer, staged)
-                self._hand_over(rank, plan.buckets[index], pinned)
+            if index < len(plan):
+                ops += self._messages(rank, plan[index], buffer, staged)
+                self._hand_over(rank, plan[index], pinned)
         # One batch per round, in the same order on all ranks, so that every send has a posted receive.
         self.num_messages += len(ops)
         for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -169,7 +167,7 @@ class Gather:
     def _receives(self) -> bool:
         """Return True if this rank receives messages."""
         rank = self._shards.rank
-        senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
+        senders = {self._sender(section) for bucket in self._plans[rank] for section in bucket.sections}
         return any(not self._is_beside(sender, rank) for sender in senders)
 
     def _pinned_memory(self) -> torch.Tensor | None:

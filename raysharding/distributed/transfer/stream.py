@@ -155,7 +155,7 @@ class ReadAhead:
 
     def _offer(self) -> None:
         """Split one bucket after the other into jobs, which are offered once the bucket's buffer is free."""
-        for index, bucket in enumerate(self.plan.buckets):
+        for index, bucket in enumerate(self.plan):
             slot = self.slots[index % len(self.slots)]
             jobs: list[Job] = []
             with self._catching():
@@ -296,12 +296,12 @@ class BucketStream:
         return error
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
-        flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
+        flag = FailureFlag(len(self.plan), self.timeout_s)
         error: Exception | None = None
-        for index in range(len(self.plan.buckets)):
+        for index in range(len(self.plan)):
             error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
-            self.progress(index, self.plan.buckets.payload_bytes(index))
+            self.progress(index, self.plan.payload_bytes(index))
             if flag.check(index, failed=error is not None):
                 break
         flag.close()
@@ -313,7 +313,7 @@ class BucketStream:
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
         if ahead is not None:
             ahead.next(self.timeout_s, partial(self.progress, index))
-        transfer = BucketTransfer(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
+        transfer = BucketTransfer(index, self.plan[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
             self.transport.start(transfer)
         return transfer

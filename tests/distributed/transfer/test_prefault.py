@@ -78,7 +78,7 @@ def test_what_another_has_begun_is_backed_to_the_end() -> None:
 def test_shards_are_backed_before_they_are_written_and_not_when_they_are_read() -> None:
     layout = TensorLayout("weight", (16 * MIB,), torch.uint8, 1)
     plan = plan_buckets([PlannedTensor(layout, torch.uint8)], 1, 64 * MIB)
-    (segment,) = plan.buckets[0].sections[0].segments
+    (segment,) = plan[0].sections[0].segments
     tensor = untouched(16 * MIB)
     local_shards = LocalShards(plan.tensors, {"weight": tensor}, is_fresh=True)
     before = host_memory_bytes()
