@@ -216,7 +216,7 @@ def _stream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
     )
     started = perf_counter()
-    # From here on what was there may be overwritten, also before the first bucket is told of.
+    # From here on what was there may be overwritten, also before the first bucket is reported.
     context.progress("stream", 0, 0, "")
     error, read_bytes = _run(stream, context, plan)
     return error, {

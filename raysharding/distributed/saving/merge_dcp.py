@@ -120,17 +120,17 @@ def merge_checkpoint(
     """Merge as `merge_fsdp_weights`, and return a report.
 
     Args:
-        checkpoint_dir: See there.
-        output_path: See there.
-        safe_serialization: See there.
-        remove_checkpoint_dir: See there.
+        checkpoint_dir: As for `merge_fsdp_weights`, like the next three.
+        output_path: Output directory.
+        safe_serialization: True for safetensors files, False for one `pytorch_model.bin`.
+        remove_checkpoint_dir: True to remove the sharded checkpoint.
         progress: Called on the rank that merges, after each tensor.
 
     Returns:
         The report; `None` on ranks other than 0.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: As from `merge_fsdp_weights`.
     """
     source, output = os.fspath(checkpoint_dir), os.fspath(output_path)
 

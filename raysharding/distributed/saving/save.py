@@ -379,9 +379,8 @@ class Save:
 
         try:
             options = (self.staging, self.device, self.stall_s, on_round)
-            names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
-            names["token"] = self.destination.token
-            written = write_tensors(contents.tensors, *options, **names)
+            files = (contents.layout, contents.file_name, self.destination.token)
+            written = write_tensors(contents.tensors, *options, *files)
             self._write_state(on_round)
             from_rank_0(partial(self._finish, written))
             from_rank_0(self._commit)
