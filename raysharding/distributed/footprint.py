@@ -254,22 +254,24 @@ def save_buffers(num_bytes: int, device_type: str, *, is_one_host: bool) -> tupl
     return (received, 0) if device_type == "cpu" else (round_up_pinned(bucket), received)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """Memory that a rank needs, and free memory of its node and GPU, in bytes."""
+class Need(NamedTuple):
+    """Memory of one kind that a rank needs, and what of it is free, in bytes."""
 
-    host_bytes: int
-    """Host memory of a load."""
-    host_training_bytes: int
-    """Additional host memory of gradients and optimizer state."""
-    host_free_bytes: int
-    """Free host memory of the node."""
-    device_bytes: int
-    """GPU memory of a load; 0 on CPUs."""
-    device_training_bytes: int
-    """GPU memory of gradients and optimizer state; 0 on CPUs."""
-    device_free_bytes: int | None
-    """Free memory of the GPU; `None` on CPUs."""
+    load: int
+    """Memory of a load."""
+    training: int
+    """Additional memory of gradients and optimizer state."""
+    free: int
+    """Free memory of the node, or of the GPU."""
+
+
+class MemoryNeed(NamedTuple):
+    """Memory that a rank needs, and free memory of its node and GPU."""
+
+    host: Need
+    """Host memory."""
+    device: Need | None
+    """GPU memory; `None` on CPUs."""
 
 
 def memory_need(
@@ -289,13 +291,16 @@ def memory_need(
     new = footprints([one for one in layouts if tensors[one.layout.fqn].is_meta], [index], None)[index]
     whole = footprints(layouts, [index], optimizer if _is_class(optimizer) else None)[index]
     offload = is_offloaded(module)
-    (host, _), (on_device, _) = new.held(device.type, offload=offload)
-    (_, host_training), (_, device_training) = whole.held(device.type, offload=offload)
+    new_host, new_device = new.held(device.type, offload=offload)
+    host, on_device = whole.held(device.type, offload=offload)
     host_buffers, device_buffers = load_buffers(full_bytes(layouts), loading.bucket_bytes, device.type)
     # Mapped pages of files are page cache.
-    host_bytes = 0 if loading.mmap else host + host_buffers
-    free = device_module(device).mem_get_info(device)[0] if is_accelerator(device) else None
-    return MemoryNeed(host_bytes, host_training, available_bytes(), on_device + device_buffers, device_training, free)
+    host_load = 0 if loading.mmap else new_host.resident + host_buffers
+    on_host = Need(host_load, host.training, available_bytes())
+    if not is_accelerator(device):
+        return MemoryNeed(on_host, None)
+    free = device_module(device).mem_get_info(device)[0]
+    return MemoryNeed(on_host, Need(new_device.resident + device_buffers, on_device.training, free))
 
 
 def _is_class(factory: OptimizerFactory | None) -> bool:

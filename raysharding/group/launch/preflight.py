@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.distributed.comm import LinkTimes
-from raysharding.distributed.footprint import MemoryNeed
+from raysharding.distributed.footprint import MemoryNeed, Need
 from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import Client, collect_all
 from raysharding.group.cluster import NodeFacts, dashboard_url, versions_here
@@ -288,9 +288,10 @@ class Preflight:
                 break
         self.findings += findings
         for node_id, facts in self._nodes.items():
-            pairs = zip(ranks, needs, strict=True)
-            here = {info.device: need.device_free_bytes for info, need in pairs if info.node_id == node_id}
-            gpus = tuple(free for free in here.values() if free is not None)
+            here = {
+                info.device: need.device for info, need in zip(ranks, needs, strict=True) if info.node_id == node_id
+            }
+            gpus = tuple(device.free for device in here.values() if device is not None)
             self._nodes[node_id] = replace(facts, gpu_free_bytes=gpus)
         report = self.report()
         report.raise_if_wrong()
@@ -316,25 +317,21 @@ def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iter
         hosts.setdefault(info.node_id, []).append(info.rank)
         gpus.setdefault((info.node_id, info.device), []).append(info.rank)
     for members in hosts.values():
-        free = min(needs[rank].host_free_bytes for rank in members)
-        load = sum(needs[rank].host_bytes for rank in members)
-        training = sum(needs[rank].host_training_bytes for rank in members)
         named = f"ranks {', '.join(map(str, members))} on node {ranks[members[0]].node_ip}"
         cure = "spread the ranks over more nodes, or load in a narrower dtype"
-        yield from _short(f"host memory of {named}", load, training, free, cure)
+        yield from _short(f"host memory of {named}", [needs[rank].host for rank in members], cure)
     for (_, device), members in gpus.items():
-        gpu_free = [found for rank in members if (found := needs[rank].device_free_bytes) is not None]
-        if gpu_free:
-            who = f"rank {members[0]} (" if len(members) == 1 else f"ranks {', '.join(map(str, members))} (together on "
-            named = f"GPU memory of {who}{device} of node {ranks[members[0]].node_ip})"
-            load = sum(needs[rank].device_bytes for rank in members)
-            training = sum(needs[rank].device_training_bytes for rank in members)
-            cure = "use more ranks" if len(members) == 1 else "give each rank more of a GPU: Placement(gpus_per_rank=1)"
-            cure += ", or Sharding(cpu_offload=True), or end what else uses the GPU"
-            yield from _short(named, load, training, min(gpu_free), cure)
+        who = f"rank {members[0]} (" if len(members) == 1 else f"ranks {', '.join(map(str, members))} (together on "
+        named = f"GPU memory of {who}{device} of node {ranks[members[0]].node_ip})"
+        cure = "use more ranks" if len(members) == 1 else "give each rank more of a GPU: Placement(gpus_per_rank=1)"
+        cure += ", or Sharding(cpu_offload=True), or end what else uses the GPU"
+        yield from _short(named, [need for rank in members if (need := needs[rank].device) is not None], cure)
 
 
-def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterator[Finding]:
+def _short(what: str, needs: Sequence[Need], cure: str) -> Iterator[Finding]:
+    """Add up the needs of ranks that share memory, and yield a finding if it is short."""
+    load, training = sum(need.load for need in needs), sum(need.training for need in needs)
+    free = min((need.free for need in needs), default=0)
     if load > free:
         amounts = f"{size(load)} are needed for shards and load, {size(free)} are free"
         yield Finding(True, "memory", f"{what}: {amounts}: short by {size(load - free)}; {cure}")
