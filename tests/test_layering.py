@@ -43,7 +43,7 @@ FLOORS = {
     "imports": _floor(0, "", "names that are imported on first use; the garbage collector paused meanwhile"),
     "arguments": _floor(0, "", "errors for a caller's arguments: unknown keywords, integers"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
-    "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),
+    "report": _floor(0, "", "reports for people: as text, and in notebooks as HTML"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),

@@ -4,32 +4,28 @@ Note: exactness.
     Bytes of parameters, buffers and gradients are exact. (FSDP2 pads a shard that is shorter than the longest, by at
     most one row per tensor.) Optimizer state is the state that the factory's optimizer makes in one step on meta
     tensors of these shapes and dtypes, which is exact for AdamW and SGD. torch's Adafactor, whose step needs values, is
-    exact, too; other optimizers of that kind are unknown. Buffers of a load are within 2 % of shards and buffers
-    together. They are an upper bound with fewer buckets than readers, and under `transport="auto"`, which is decided
-    once the ranks have looked for the files. Full parameters of running groups are an estimate: the root's group,
-    groups that are not freed after forward, and two others, one of which is prefetched. Activations depend on the batch
-    and are left out.
+    exact, too; other optimizers of that kind are unknown. Buffers of a load or save are an upper bound: which rank
+    needs them depends on the transport, which is decided once the ranks have looked for the files. Full parameters of
+    running groups are an estimate: the root's group, groups that are not freed after forward, and two others, one of
+    which is prefetched. Activations depend on the batch and are left out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     TensorLayout,
     is_offloaded,
-    local_tensor,
     module_tensors,
     tensor_layout,
 )
@@ -37,14 +33,9 @@ from raysharding.distributed.optim import OptimizerFactory, call_factory
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
     GATHER_BUCKET_BYTES,
-    PlannedTensor,
-    Routes,
-    SlotBytes,
+    RING_SIZE,
     available_bytes,
-    plan_buckets,
-    ring_bytes,
     round_up_pinned,
-    wire_dtype,
 )
 from raysharding.errors import PlanError
 from raysharding.models import full_precision_groups, low_dtype, unfreed_groups, whole_parameters
@@ -64,6 +55,28 @@ class TensorFootprint:
     """True for a parameter, False for a buffer, which is replicated."""
     is_trained: bool
     """True if the tensor gets a gradient."""
+
+    def local_shape(self, shard_index: int) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        shape = self.layout.shape
+        if not self.layout.num_shards:
+            return shape
+        start, stop = self.layout.local_range(shard_index)
+        return (stop - start) * shape[0] // self.layout.num_elements, *shape[1:]
+
+    def local_bytes(self, shard_index: int) -> int:
+        """Return the bytes of a shard."""
+        start, stop = self.layout.local_range(shard_index)
+        return (stop - start) * self.layout.dtype.itemsize
+
+
+class Held(NamedTuple):
+    """Memory of one kind that a rank holds, in bytes."""
+
+    resident: int
+    """Bytes of parameters and buffers."""
+    training: int
+    """Bytes that training adds, as far as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +102,19 @@ class Footprint:
         """Bytes of parameters and buffers."""
         return self.parameter_bytes + self.buffer_bytes
 
-    @property
-    def training_bytes(self) -> int:
-        """Bytes that training adds, as far as known."""
-        return self.gradient_bytes + (self.optimizer_bytes or 0)
+    def held(self, device_type: str, *, offload: bool) -> tuple[Held, Held]:
+        """Return what is held in host memory, and what on the device.
+
+        Args:
+            device_type: Device type of the rank.
+            offload: `Sharding.cpu_offload`: shards, gradients and optimizer state are in host memory.
+        """
+        training = self.gradient_bytes + (self.optimizer_bytes or 0)
+        if device_type == "cpu":
+            return Held(self.resident_bytes, training), Held(0, 0)
+        if offload:
+            return Held(self.pinned_bytes, training), Held(self.replicated_bytes + self.buffer_bytes, 0)
+        return Held(0, 0), Held(self.resident_bytes, training)
 
 
 def tensor_footprints(module: nn.Module) -> list[TensorFootprint]:
@@ -143,18 +165,20 @@ def footprints(
     Raises:
         PlanError: The factory raised.
     """
-    whole = [one.layout for one in tensors if one.is_parameter and not one.layout.num_shards]
-    of_all = (sum(layout.num_elements * layout.dtype.itemsize for layout in whole), _pinned(tensors))
+    whole = [one for one in tensors if one.is_parameter and not one.layout.num_shards]
+    of_all = (full_bytes(whole), _pinned(tensors))
     states: dict[Trained, int | None] = {}  # most shards have the same shapes
     found = {}
     for index in shard_indexes:
-        parameters, buffers, trained = _sums(tensors, index)
+        parameters = sum(one.local_bytes(index) for one in tensors if one.is_parameter)
+        buffers = sum(one.local_bytes(index) for one in tensors if not one.is_parameter)
+        trained = tuple((one.layout, one.local_shape(index)) for one in tensors if one.is_trained)
         if optimizer is None:
             found[index] = Footprint(parameters, buffers, 0, 0, *of_all)
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
-        gradients = sum(torch.Size(shape).numel() * layout.dtype.itemsize for layout, shape in trained)
+        gradients = sum(one.local_bytes(index) for one in tensors if one.is_trained)
         found[index] = Footprint(parameters, buffers, gradients, states[trained], *of_all)
     return found
 
@@ -163,28 +187,6 @@ def _pinned(tensors: Sequence[TensorFootprint]) -> int:
     """Return the pinned memory of one rank's shards; FSDP2 gives every rank the length of the longest."""
     shards = [tensor.layout for tensor in tensors if tensor.layout.num_shards]
     return sum(round_up_pinned(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
-
-
-def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
-    """Return bytes of parameters, bytes of buffers, and the tensors with gradients."""
-    parameters = buffers = 0
-    trained = []
-    for tensor in tensors:
-        shape = _local_shape(tensor.layout, shard_index)
-        num_bytes = torch.Size(shape).numel() * tensor.layout.dtype.itemsize
-        parameters += num_bytes if tensor.is_parameter else 0
-        buffers += 0 if tensor.is_parameter else num_bytes
-        if tensor.is_trained:
-            trained.append((tensor.layout, shape))
-    return parameters, buffers, tuple(trained)
-
-
-def _local_shape(layout: TensorLayout, shard_index: int) -> tuple[int, ...]:
-    if not layout.num_shards:
-        return layout.shape
-    start, stop = layout.local_range(shard_index)
-    row = layout.num_elements // layout.shape[0]
-    return (stop - start) // row, *layout.shape[1:]
 
 
 def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
@@ -218,83 +220,23 @@ def _num_means(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
     return whole[:-1].numel() + whole.numel() // shape[-2] if len(shape) > 1 else torch.Size(local).numel()
 
 
-def load_rings(
-    loading: Loading,
-    tensors: Sequence[TensorFootprint],
-    shards: Sequence[ShardMap],
-    checkpoint: Checkpoint,
-    device_type: str,
-    *,
-    offload: bool,
-) -> list[tuple[int, int]]:
-    """Return the host memory and the device memory of the ring of buffers of ranks. Not collective.
+def full_bytes(tensors: Iterable[TensorFootprint]) -> int:
+    """Return the bytes of full tensors."""
+    return sum(one.layout.num_elements * one.layout.dtype.itemsize for one in tensors)
+
+
+def load_buffers(num_bytes: int, bucket_bytes: int | None, device_type: str) -> tuple[int, int]:
+    """Return the host memory and the device memory of a load's buffers on a rank, at most. Not collective.
 
     Args:
-        loading: Options of the load. `auto` takes what `local` or `scatter` takes, whichever is more.
-        tensors: From `tensor_footprints` or `planned_tensors`.
-        shards: Which rank holds which shard, as seen by each of the ranks.
-        checkpoint: The files.
+        num_bytes: Bytes of the full weights.
+        bucket_bytes: `Loading.bucket_bytes`.
         device_type: Device type of the ranks.
-        offload: `Sharding.cpu_offload`.
     """
-    planned = _on_the_wire(tensors, checkpoint)
-    converting = {bool(one.layout.num_shards) for one in planned if one.wire_dtype != one.layout.dtype}
-    # Of sharded and of replicated tensors.
-    converts = (True in converting, False in converting)
-    on_device = (device_type != "cpu" and not offload, device_type != "cpu")
-    rings = []
-    for transport in ("local", "scatter") if loading.transport == "auto" else (loading.transport,):
-        slots = _slots(transport, loading, planned, shards, converts, on_device)
-        rings.append([ring_bytes(slot, device_type) for slot in slots])
-    return [(max(host for host, _ in ring), max(device for _, device in ring)) for ring in zip(*rings, strict=True)]
-
-
-def _on_the_wire(tensors: Sequence[TensorFootprint], checkpoint: Checkpoint) -> list[PlannedTensor]:
-    """Return the tensors in the order of a load, as if all files had the floating dtype of most of their bytes."""
-    num_bytes: Counter[torch.dtype] = Counter()
-    for info in checkpoint.tensors.values():
-        num_bytes[info.dtype] += info.num_bytes if info.dtype.is_floating_point else 0
-    source = max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
-    layouts = sorted((one.layout for one in tensors), key=lambda layout: not layout.num_shards)
-    dtypes = {
-        dtype: wire_dtype(source, dtype) if dtype.is_floating_point else dtype
-        for dtype in {one.dtype for one in layouts}
-    }
-    return [PlannedTensor(layout, dtypes[layout.dtype]) for layout in layouts]
-
-
-def _slots(
-    transport: str,
-    loading: Loading,
-    planned: Sequence[PlannedTensor],
-    shards: Sequence[ShardMap],
-    converts: Sequence[bool],
-    on_device: Sequence[bool],
-) -> list[SlotBytes]:
-    """Return each rank's size of a buffer, from a plan of buckets that are all as large as the largest."""
-    num_shards, is_local = shards[0].num_shards, transport == "local"
-    readers = tuple(range(shards[0].world_size if is_local else loading.num_readers or 1))
-    bucket = loading.bucket_bytes or BUCKET_BYTES
-    first, num_first = bucket * num_shards if is_local else bucket, sum(bool(one.layout.num_shards) for one in planned)
-    cut = plan_buckets(planned[:num_first], num_shards, first, wanted=())
-    sharded = cut.max_bucket_bytes
-    replicated = plan_buckets(planned[num_first:], num_shards, bucket, wanted=()).max_bucket_bytes
-    if transport == "broadcast":
-        whole = max(sharded, replicated)
-        return [SlotBytes(whole if one.rank in readers else 0, whole) for one in shards]
-    # Readers take turns, unless each reads the only copy of its own shard.
-    num_turns = 1 if is_local and num_shards == len(readers) else min(len(readers), len(cut.buckets))
-    sizes = ((sharded * num_turns, num_shards), (replicated, 0))
-    largest = [PlannedTensor(TensorLayout("", (size,), torch.uint8, parts), torch.uint8) for size, parts in sizes]
-
-    in_place = [not (one or on_it) for one, on_it in zip(converts, on_device, strict=True)]
-    converted = [one and on_it for one, on_it in zip(converts, on_device, strict=True)]
-    found = []
-    for one in shards:
-        plan = plan_buckets(largest, num_shards, sharded, 1, (one.shard_index,), replicated)
-        routes = Routes(one, readers, plan.num_first_buckets)
-        found.append(routes.slot_bytes(plan.buckets, one.rank, in_place, converted))
-    return found
+    bucket = min(bucket_bytes or BUCKET_BYTES, num_bytes)
+    if device_type == "cpu":
+        return RING_SIZE * bucket, 0
+    return RING_SIZE * round_up_pinned(bucket), RING_SIZE * bucket
 
 
 def save_buffers(num_bytes: int, device_type: str, *, is_one_host: bool) -> tuple[int, int]:
@@ -312,30 +254,28 @@ def save_buffers(num_bytes: int, device_type: str, *, is_one_host: bool) -> tupl
     return (received, 0) if device_type == "cpu" else (round_up_pinned(bucket), received)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """Memory that a rank needs, and free memory of its node and GPU, in bytes."""
+class Need(NamedTuple):
+    """Memory of one kind that a rank needs, and what of it is free, in bytes."""
 
-    host_bytes: int
-    """Host memory of a load."""
-    host_training_bytes: int
-    """Additional host memory of gradients and optimizer state."""
-    host_free_bytes: int
-    """Free host memory of the node."""
-    device_bytes: int
-    """GPU memory of a load; 0 on CPUs."""
-    device_training_bytes: int
-    """GPU memory of gradients and optimizer state; 0 on CPUs."""
-    device_free_bytes: int | None
-    """Free memory of the GPU; `None` on CPUs."""
+    load: int
+    """Memory of a load."""
+    training: int
+    """Additional memory of gradients and optimizer state."""
+    free: int
+    """Free memory of the node, or of the GPU."""
+
+
+class MemoryNeed(NamedTuple):
+    """Memory that a rank needs, and free memory of its node and GPU."""
+
+    host: Need
+    """Host memory."""
+    device: Need | None
+    """GPU memory; `None` on CPUs."""
 
 
 def memory_need(
-    module: nn.Module,
-    device: torch.device,
-    loading: Loading,
-    checkpoint: Checkpoint,
-    optimizer: OptimizerFactory | None,
+    module: nn.Module, device: torch.device, loading: Loading, optimizer: OptimizerFactory | None
 ) -> MemoryNeed:
     """Return the memory that this rank needs to load a sharded module on meta. Not collective.
 
@@ -343,30 +283,24 @@ def memory_need(
         module: From `shard_module`; real tensors count as allocated.
         device: Device of the module.
         loading: Options of the load.
-        checkpoint: The files.
         optimizer: Factory of the optimizer; `None`: no training. Counted only for a class or a `partial` of a class: a
             user's function is called once, after the load.
     """
-    tensors = module_tensors(module)
-    shards = ShardMap.of(tensors)
-    index = shards.shard_index
-    layouts = tensor_footprints(module)
-    footprint = footprints(layouts, [index], optimizer if _is_class(optimizer) else None)[index]
-    real = [tensor for tensor in tensors.values() if not tensor.is_meta]
-    new = footprint.resident_bytes - sum(local_tensor(tensor).nbytes for tensor in real)
+    tensors, layouts = module_tensors(module), tensor_footprints(module)
+    index = ShardMap.of(tensors).shard_index
+    new = footprints([one for one in layouts if tensors[one.layout.fqn].is_meta], [index], None)[index]
+    whole = footprints(layouts, [index], optimizer if _is_class(optimizer) else None)[index]
     offload = is_offloaded(module)
-    ring, device_ring = load_rings(loading, layouts, [shards], checkpoint, device.type, offload=offload)[0]
-    free, training = available_bytes(), footprint.training_bytes
+    new_host, new_device = new.held(device.type, offload=offload)
+    host, on_device = whole.held(device.type, offload=offload)
+    host_buffers, device_buffers = load_buffers(full_bytes(layouts), loading.bucket_bytes, device.type)
+    # Mapped pages of files are page cache.
+    host_load = 0 if loading.mmap else new_host.resident + host_buffers
+    on_host = Need(host_load, host.training, available_bytes())
     if not is_accelerator(device):
-        # Mapped pages of files are page cache.
-        return MemoryNeed(0 if loading.mmap else new + ring, training, free, 0, 0, None)
-    device_free = device_module(device).mem_get_info(device)[0]
-    if offload:
-        whole = footprint.buffer_bytes + footprint.replicated_bytes
-        whole -= sum(tensor.nbytes for tensor in real if not isinstance(tensor, DTensor))
-        pinned = _pinned([one for one in layouts if tensors[one.layout.fqn].is_meta])
-        return MemoryNeed(pinned + ring, training, free, whole + device_ring, 0, device_free)
-    return MemoryNeed(ring, 0, free, new + device_ring, training, device_free)
+        return MemoryNeed(on_host, None)
+    free = device_module(device).mem_get_info(device)[0]
+    return MemoryNeed(on_host, Need(new_device.resident + device_buffers, on_device.training, free))
 
 
 def _is_class(factory: OptimizerFactory | None) -> bool:

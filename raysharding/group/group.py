@@ -54,7 +54,6 @@ from raysharding.group.calls import (
 from raysharding.group.cluster import (
     NodeCapacity,
     StatusReport,
-    html_table,
     memory_table,
     ranks_table,
     refuse_in_fork,
@@ -95,6 +94,7 @@ from raysharding.group.launch import (
 from raysharding.group.messages import GroupState, Mode
 from raysharding.group.ranks import RankInfo
 from raysharding.models import Adapted
+from raysharding.report import html_report
 from raysharding.units import GIB
 from raysharding.worker import check_mode
 
@@ -1416,7 +1416,7 @@ class ShardedModelGroup:
         return f"<ShardedModelGroup {self._title()}>\n{ranks_table(self.ranks)}"
 
     def _repr_html_(self) -> str:
-        return html_table(f"ShardedModelGroup {self._title()}", self.ranks)
+        return html_report(f"ShardedModelGroup {self._title()}", ranks_table(self.ranks).html())
 
     def _title(self) -> str:
         return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {self.device}, {self.state.value}"

@@ -358,7 +358,8 @@ class Worker:
         Yields:
             On `ranks`, (name, tensor), on the module's device; each tensor is memory of its own, which the caller may
             keep. Nothing on the other ranks. Wire: each shard once to each of `ranks`. Memory on `ranks`: one bucket
-            and one tensor above the shards, beside the tensors that the caller holds; a merge takes its delta, too.
+            and one tensor above the shards, beside the tensors that the caller holds; a merge takes the adapters and a
+            delta on every rank.
 
         Raises:
             ValueError: A bad argument; or this rank had not iterated to the end when the function given to

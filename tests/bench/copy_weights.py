@@ -63,7 +63,7 @@ def _areas() -> tuple[dict[str, tuple[int, torch.Tensor]], int]:
     first = 0
     for name, tensor in saved_tensors(current_worker().module).items():
         layout = tensor_layout(name, tensor)
-        start, _ = layout.local_range(shard_index_of(tensor))  # type: ignore[arg-type]
+        start, _ = layout.local_range(shard_index_of(tensor))
         areas[name] = first + start * tensor.itemsize, local_tensor(tensor).view(-1)
         first += layout.num_elements * tensor.itemsize
     return areas, first
@@ -91,7 +91,7 @@ def take_full(state: dict[str, torch.Tensor]) -> None:
     """Keep this rank's part of full tensors, as the hand-written loop does."""
     with torch.no_grad():
         for name, tensor in saved_tensors(current_worker().module).items():
-            start, stop = tensor_layout(name, tensor).local_range(shard_index_of(tensor))  # type: ignore[arg-type]
+            start, stop = tensor_layout(name, tensor).local_range(shard_index_of(tensor))
             local_tensor(tensor).view(-1).copy_(state[name].view(-1)[start:stop])
 
 

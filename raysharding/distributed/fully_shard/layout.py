@@ -114,8 +114,10 @@ def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
     return TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards)
 
 
-def shard_index_of(tensor: DTensor) -> int:
-    """Return the index of this process's shard of a DTensor; 0 if it is replicated."""
+def shard_index_of(tensor: torch.Tensor) -> int:
+    """Return the index of this process's shard of a DTensor; 0 of a replicated tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
     for axis, placement in enumerate(tensor.placements):
         if placement == _ROWS:
             return tensor.device_mesh.get_local_rank(axis)

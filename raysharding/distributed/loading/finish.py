@@ -52,7 +52,7 @@ def finish(
     with agreeing():  # magnitudes are computed from all weights, and checksums of all bytes
         if error is not None:
             raise error
-        context.progress("finalize", plan.buckets.payload_bytes, plan.buckets.payload_bytes, "")
+        context.progress("finalize", plan.buckets.total_bytes, plan.buckets.total_bytes, "")
         if ruled := [name for name, layer in layers.items() if layer is None]:
             initialiser = Initialiser(context.module, context.loading.seed)
             for name in ruled:

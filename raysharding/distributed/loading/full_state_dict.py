@@ -267,8 +267,8 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
             ],
         }
 
-    told = from_rank_0(outline)
+    known = from_rank_0(outline)
     left = iter(tensors)
-    received = [broadcast_tensor(next(left, None), *known).to(device) for *known, device in told["tensors"]]
-    values = {key: decode(value, received) for key, value in told["values"].items()}
-    return ExtraState(values, tuple(told["missing"]), tuple(told["unexpected"]))
+    received = [broadcast_tensor(next(left, None), *one).to(device) for *one, device in known["tensors"]]
+    values = {key: decode(value, received) for key, value in known["values"].items()}
+    return ExtraState(values, tuple(known["missing"]), tuple(known["unexpected"]))

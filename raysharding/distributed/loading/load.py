@@ -203,20 +203,20 @@ def _stream(
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
     """
-    buckets = plan.buckets.buckets
+    buckets = plan.buckets
     ends = list(accumulate(map(buckets.payload_bytes, range(len(buckets))), initial=0))
 
     def progress(index: int, num_bytes: int) -> None:
         done = min(ends[index] + num_bytes, ends[index + 1])
         context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
 
-    local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
+    local_shards = LocalShards(plan.buckets.tensors, tensors, fresh)
     transport, slots = _make_transport(context, plan, local_shards)
     stream = BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
     )
     started = perf_counter()
-    # From here on what was there may be overwritten, also before the first bucket is told of.
+    # From here on what was there may be overwritten, also before the first bucket is reported.
     context.progress("stream", 0, 0, "")
     error, read_bytes = _run(stream, context, plan)
     return error, {
@@ -226,7 +226,7 @@ def _stream(
         "wire_bytes": transport.wire_bytes,
         "shared_bytes": transport.shared_bytes,
         "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in slots),
-        **vars(stream.times),
+        **{name: getattr(stream, name) for name in ("read_s", "send_s", "place_s")},
     }
 
 
@@ -234,7 +234,7 @@ def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make transport and ring of the plan; collective, unless no rank needs a ring."""
-    rank, buckets = context.shards.rank, plan.buckets.buckets
+    rank, buckets = context.shards.rank, plan.buckets
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
     rings = SharedRings({}, {}, ())

@@ -362,9 +362,9 @@ def _outline(
     keys: KeyMap,
     loading: Loading,
     layouts: Mapping[str, TensorLayout],
-    **told: Any,
+    **others: Any,
 ) -> Outline:
-    """Return the outline of a match; `told` are the fields that keys do not tell."""
+    """Return the outline of a match; `others` are the fields that do not follow from the keys."""
     first = {target.fqn: checkpoint.tensors[target.sources[0]] for target in keys.targets.values()}
     # File order, so that the stream reads the disk forward.
     targets = sorted(keys.targets.values(), key=lambda target: (first[target.fqn].file, first[target.fqn].offset))
@@ -390,7 +390,7 @@ def _outline(
         ignored=keys.ignored,
         tied=tuple(keys.aliases),
         converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
-        **told,
+        **others,
     )
 
 

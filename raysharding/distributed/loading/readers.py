@@ -33,7 +33,7 @@ class FileLocations:
     files: tuple[CheckpointFile, ...]
     """The checkpoint's files."""
     host: Sequence[str]
-    """See `host_identity`."""
+    """The host, by `host_identity`."""
     inodes: Sequence[Sequence[int]]
     """[device, inode] of each local file; empty for remote files."""
     file_system: str
@@ -63,10 +63,10 @@ class FileVisibility:
     """What one rank sees under the paths of the checkpoint; sent as JSON."""
 
     host: Sequence[str]
-    """See `host_identity`."""
+    """The host, by `host_identity`."""
     is_same: bool = False
     """True if the files are known to be rank 0's, from their inodes or the hub's commit."""
-    why_not: str = ""
+    error: str = ""
     """Why a file cannot be opened; empty if all can."""
 
 
@@ -133,7 +133,7 @@ def check_visibility(
         found = tuple(identify_files([file.path for file in there.files]))
         return FileVisibility(host), found
     except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one sees
-        return FileVisibility(host, why_not=str(error) or repr(error)), ()
+        return FileVisibility(host, error=str(error) or repr(error)), ()
 
 
 def plan_reads(
@@ -159,16 +159,16 @@ def plan_reads(
     transport = "local" if loading.mmap else loading.transport
     if not by_rank:
         return ReadPlan(transport, (0,), "asked for")
-    if by_rank[0].why_not:
-        raise CheckpointError(f"rank 0 lost sight of it: {by_rank[0].why_not}", path=there.files[0].path)
-    if any(not (item.is_same or item.why_not) for item in by_rank):
+    if by_rank[0].error:
+        raise CheckpointError(f"rank 0 lost sight of it: {by_rank[0].error}", path=there.files[0].path)
+    if any(not (item.is_same or item.error) for item in by_rank):
         _require_same_content(found, by_rank, there)
-    seeing = tuple(rank for rank, item in enumerate(by_rank) if not item.why_not)
-    blind = [rank for rank, item in enumerate(by_rank) if item.why_not]
+    seeing = tuple(rank for rank, item in enumerate(by_rank) if not item.error)
+    blind = [rank for rank, item in enumerate(by_rank) if item.error]
     if transport == "local" and blind:
         asked = "mmap=True" if loading.mmap else "transport='local'"
         raise CheckpointError(
-            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
+            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].error}): make it readable on "
             "every node, or use transport='auto' without mmap",
             path=there.files[0].path,
         )
@@ -195,7 +195,7 @@ def _require_same_content(
     with agreeing():
         digest = _digest(found) if found else ""
     digests = all_gather_json(digest)
-    differing = [rank for rank, item in enumerate(by_rank) if not item.why_not and digests[rank] != digests[0]]
+    differing = [rank for rank, item in enumerate(by_rank) if not item.error and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
             f"{_named(differing, by_rank)} see other content under this path than {_named([0], by_rank)}: copy the "

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from raysharding.distributed.loading.plan import LoadPlan, Matched
-from raysharding.html import html_report, html_rows
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes
 
 
@@ -23,8 +23,8 @@ _LARGEST = _SAME = _SLOWEST
 _EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
 
 
-@dataclass(frozen=True)
-class LoadReport(Matched):
+@dataclass(frozen=True, repr=False)
+class LoadReport(Report, Matched):
     """Report of one load. `str(report)` is for people, `as_dict()` for programs."""
 
     num_tensors: int
@@ -87,7 +87,7 @@ class LoadReport(Matched):
         return cls(
             num_tensors=len(plan.outline.tensors),
             mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout, _ in plan.mapped),
-            num_buckets=len(plan.buckets.buckets),
+            num_buckets=len(plan.buckets),
             bucket_bytes=plan.buckets.max_bucket_bytes,
             transport=plan.read_plan.transport,
             transport_reason=plan.read_plan.reason,
@@ -106,16 +106,10 @@ class LoadReport(Matched):
         """Return all fields and `bytes_per_s` as a JSON value."""
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
-    def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {name:<10} {text}" for name, text in self._rows())])
-
-    def _repr_html_(self) -> str:
-        return html_report(self._title(), html_rows((), self._rows()))
-
     def _title(self) -> str:
         return f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}"
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _parts(self) -> list[Table]:
         shared = f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else ""
         mapped = f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""
         rows = [
@@ -146,7 +140,7 @@ class LoadReport(Matched):
                 rows.append((title, f"{len(names)}: {_names(names)}"))
         if self.kept:
             rows.append(("adapters", f"{len(self.kept)} tensors stay in effect on this base: {_names(self.kept)}"))
-        return rows + [("warning", text) for text in self.warnings]
+        return [Table((), rows + [("warning", text) for text in self.warnings])]
 
     @staticmethod
     def _per_rank(values: tuple[int, ...]) -> str:

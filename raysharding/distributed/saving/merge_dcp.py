@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from raysharding.checkpoint import DcpReader, Manifest, TensorInfo
 from raysharding.checkpoint.format import INDEX_NAME, MANIFEST_NAME, make_staging, new_token
-from raysharding.checkpoint.storage import LocalOutput
-from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata, Path
+from raysharding.checkpoint.storage import LocalOutput, os_errors
+from raysharding.checkpoint.torch_formats import METADATA_NAME, DcpMetadata, Path
 from raysharding.checkpoint.writing import (
     FileWriter,
     commit_files,
@@ -42,7 +42,6 @@ _STAGED = "raysharding-merge"
 
 Progress = Callable[[int, int], None]
 """Called as `progress(bytes_done, bytes_total)`; tensors of a `.bin` are written, and counted, twice."""
-Write = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,17 @@ def merge_checkpoint(
     """Merge as `merge_fsdp_weights`, and return a report.
 
     Args:
-        checkpoint_dir: See there.
-        output_path: See there.
-        safe_serialization: See there.
-        remove_checkpoint_dir: See there.
-        progress: Called on the rank that merges, after each piece of a few MiB.
+        checkpoint_dir: As for `merge_fsdp_weights`, like the next three.
+        output_path: Output directory.
+        safe_serialization: True for safetensors files, False for one `pytorch_model.bin`.
+        remove_checkpoint_dir: True to remove the sharded checkpoint.
+        progress: Called on the rank that merges, after each tensor.
 
     Returns:
         The report; `None` on ranks other than 0.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: As from `merge_fsdp_weights`.
     """
     source, output = os.fspath(checkpoint_dir), os.fspath(output_path)
 
@@ -228,29 +227,22 @@ def _staging_in(output: str) -> Iterator[str]:
     remove_staging(path)
 
 
-class _Counted:
-    """Counts the bytes that are written, for waiting ranks and the progress bar."""
+def _counter(tell: Progress, total: int) -> Callable[[int], None]:
+    """Return a function that counts bytes, for waiting ranks and the progress bar."""
+    done = 0
 
-    def __init__(self, tell: Progress, total: int) -> None:
-        self._tell = tell
-        self._done = 0
-        self._total = total
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done = min(done + num_bytes, total)
+        tell(done, total)
 
-    def into(self, write: Write) -> Write:
-        """Return a function that writes pieces by `write` and counts them."""
-
-        def write_and_tell(offset: int, piece: memoryview) -> None:
-            write(offset, piece)
-            self._done = min(self._done + piece.nbytes, self._total)
-            self._tell(self._done, self._total)
-
-        return write_and_tell
+    return count
 
 
 def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progress) -> MergeReport:
     tensors = _by_name(reader.metadata)
     sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
-    counted = _Counted(tell, sum(sizes.values()))
+    count = _counter(tell, sum(sizes.values()))
     parts = plan_files(sizes, max(1, -(-sum(sizes.values()) // MAX_FILE_BYTES)))
     files = file_names(len(parts))
     with ExitStack() as open_files:
@@ -260,7 +252,8 @@ def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progr
             writers.append(open_files.enter_context(FileWriter(os.path.join(staging, file), layout)))
         for writer in writers:
             for name in writer.tensors:
-                reader.read_tensor(tensors[name].name, counted.into(partial(writer.write_at, name)))
+                reader.read_tensor(tensors[name].name, partial(writer.write_at, name))
+                count(sizes[name])
             writer.close()
     manifest = Manifest.of_files(writers)
     write_manifest(staging, manifest)
@@ -295,7 +288,7 @@ def _by_name(metadata: DcpMetadata) -> dict[str, TensorInfo]:
 
 def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progress) -> MergeReport:
     metadata = reader.metadata
-    counted = _Counted(tell, 2 * sum(tensor.num_bytes for tensor in metadata.tensors.values()))
+    count = _counter(tell, 2 * sum(tensor.num_bytes for tensor in metadata.tensors.values()))
     leaves: dict[str, Any] = {}
     skipped = []
     for key in metadata.values:
@@ -304,22 +297,23 @@ def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progre
         except CheckpointError:
             skipped.append(key)  # the report names it
     _nest(dict.fromkeys((*metadata.tensors, *leaves)), metadata)  # raises before anything is written
-    leaves = _map_tensors(reader, os.path.join(staging, "tensors"), counted) | leaves
+    leaves = _map_tensors(reader, os.path.join(staging, "tensors"), count) | leaves
     tree = _nest(leaves, metadata)
     # As accelerate does for {"model": ...}; a single tensor keeps its name.
     only = next(iter(tree.values())) if len(tree) == 1 else None
-    _torch_save(only if isinstance(only, dict) else tree, os.path.join(staging, TORCH_NAME), counted)
+    _torch_save(only if isinstance(only, dict) else tree, os.path.join(staging, TORCH_NAME), count)
     commit_files(staging, output, (TORCH_NAME,))
     return _report(output, (TORCH_NAME,), metadata, skipped)
 
 
-def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, torch.Tensor]:
+def _map_tensors(reader: DcpReader, path: str, count: Callable[[int], None]) -> dict[str, torch.Tensor]:
     """Write each tensor into an unlinked file and map it, so that the tensors take no anonymous memory."""
     mapped = {}
     for key, info in reader.metadata.tensors.items():
         file = LocalOutput(path, join=False)
         try:
-            reader.read_tensor(key, counted.into(partial(_write_at, file, key)))
+            reader.read_tensor(key, partial(_write_at, file, key))
+            count(info.num_bytes)
             if info.num_bytes:
                 flat = torch.from_file(path, size=info.num_elements, dtype=info.dtype)
             else:
@@ -330,41 +324,34 @@ def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, t
     return mapped
 
 
-def _write_at(file: LocalOutput, key: str | None, offset: int, piece: memoryview) -> None:
+def _write_at(file: LocalOutput, key: str, offset: int, piece: memoryview) -> None:
     file.write(piece, offset, key)
 
 
-def _torch_save(state: Mapping[str, Any], path: str, counted: _Counted) -> None:
+def _torch_save(state: Mapping[str, Any], path: str, count: Callable[[int], None]) -> None:
     """Write a file for `torch.load(weights_only=True)`."""
-    output = LocalOutput(path, join=False)
-    file = _TorchFile(counted.into(partial(_write_at, output, None)))
-    try:
-        torch.save(state, cast(IO[bytes], file))
-    except BaseException as error:
-        output.abort()
-        raise file.error or error from error
-    output.finish()
+    with os_errors("cannot be written", path), _CountedFile(path, "xb") as file:
+        file.count = count
+        try:
+            torch.save(state, cast(IO[bytes], file))
+        except RuntimeError as error:
+            # torch raises an error of its own after one of the file's.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        os.fsync(file.fileno())
 
 
-class _TorchFile(io.RawIOBase):
-    """File object for `torch.save`, which writes each storage in one call; writes it in pieces."""
+class _CountedFile(io.FileIO):
+    """File that counts the bytes that are written."""
 
-    def __init__(self, write: Write) -> None:
-        self.error: CheckpointError | None = None
-        """Error of a write; torch raises an error of its own."""
-        self._write = write
-        self._position = 0
+    count: Callable[[int], None]
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
+        """Write all bytes, unlike the system, which writes 2 GiB at most in one call."""
         view = memoryview(data).cast("B")
-        try:
-            for first in range(0, view.nbytes, PIECE_BYTES):
-                self._write(self._position + first, view[first : first + PIECE_BYTES])
-        except CheckpointError as error:
-            self.error = error
-            raise
-        self._position += view.nbytes
+        done = 0
+        while done < view.nbytes:
+            done += super().write(view[done:])
+        self.count(view.nbytes)
         return view.nbytes
 
 

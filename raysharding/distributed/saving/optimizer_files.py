@@ -141,13 +141,9 @@ class OptimizerLoad:
                 raise misfit
         return cls(module, optimizer, directory, target)
 
-    def table(self) -> TensorTable:
-        """Return the tensors of the state, to be allocated like the module's shards."""
-        return TensorTable(self.target.tensors, like=self.module)
-
     def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
         """Load the tensors, and set the state of the optimizer; collective."""
-        table = self.table()
+        table = TensorTable(self.target.tensors, like=self.module)  # allocated like the module's shards
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
         dropped = self.target.dropped(OptimizerSnapshot.of(self.module, self.optimizer))

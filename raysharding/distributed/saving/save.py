@@ -52,7 +52,6 @@ from raysharding.distributed.saving.optimizer_files import write_optimizer
 from raysharding.distributed.saving.training_state import training_state, write_training
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
-from raysharding.html import html_report, html_rows
 from raysharding.models import (
     AdapterNames,
     SavedTensor,
@@ -62,11 +61,12 @@ from raysharding.models import (
     kept_in_float32,
     saved_layout,
 )
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes
 
 
-@dataclass(frozen=True)
-class SaveReport:
+@dataclass(frozen=True, repr=False)
+class SaveReport(Report):
     """Report of one save."""
 
     path: str
@@ -93,22 +93,17 @@ class SaveReport:
         """Return all fields and `bytes_per_s` as a JSON value."""
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
-    def _values(self) -> tuple[str, str, str]:
-        return (
-            f"{format_bytes(self.num_bytes)}, in {self.num_files} files",
-            f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s",
-            f"{format_bytes(max(self.peak_extra_bytes))} a rank",
+    def _title(self) -> str:
+        what = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}, in {self.num_files} files"
+        return f"saved {what} to {self.path}"
+
+    def _parts(self) -> list[Table]:
+        rows = (
+            ("time", f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s"),
+            ("sent", format_bytes(self.wire_bytes)),
+            ("memory", f"peak above the shards {format_bytes(max(self.peak_extra_bytes))} a rank"),
         )
-
-    def __str__(self) -> str:
-        what, time, peak = self._values()
-        return f"saved {self.num_tensors} tensors, {what} to {self.path}: {time}, peak extra memory {peak}"
-
-    def _repr_html_(self) -> str:
-        what, time, peak = self._values()
-        sent, memory = format_bytes(self.wire_bytes), f"peak above the shards {peak}"
-        rows = ("tensors", f"{self.num_tensors}, {what}"), ("time", time), ("sent", sent), ("memory", memory)
-        return html_report(f"saved {self.path}", html_rows((), rows))
+        return [Table((), rows)]
 
 
 @dataclass(frozen=True)
@@ -384,9 +379,8 @@ class Save:
 
         try:
             options = (self.staging, self.device, self.stall_s, on_round)
-            names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
-            names["token"] = self.destination.token
-            written = write_tensors(contents.tensors, *options, **names)
+            files = (contents.layout, contents.file_name, self.destination.token)
+            written = write_tensors(contents.tensors, *options, *files)
             self._write_state(on_round)
             from_rank_0(partial(self._finish, written))
             from_rank_0(self._commit)

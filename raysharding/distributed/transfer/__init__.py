@@ -9,11 +9,11 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
 )
 from raysharding.distributed.transfer.buffers import (
+    RING_SIZE,
     LocalShards,
     Slot,
     SlotBytes,
     make_ring,
-    ring_bytes,
     round_up_pinned,
 )
 from raysharding.distributed.transfer.gather import (

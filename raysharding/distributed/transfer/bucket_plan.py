@@ -168,20 +168,24 @@ _NUM_KEPT = 16
 
 
 @dataclass(eq=False)
-class Buckets:
-    """The buckets of a plan, each made on access; the last few are kept.
+class BucketPlan:
+    """The buckets of a transfer in order, each made on access; the last few are kept.
 
     All buckets of 140 GB on 64 ranks, with 64 sections each, would take more memory than the ring; cuts take little.
     """
 
     tensors: Sequence[PlannedTensor]
-    """Tensors of the plan."""
+    """The tensors, in the order of transfer."""
     cuts: Sequence[Sequence[Cut]]
     """Parts of tensors in each bucket."""
     num_shards: int
     """Number of shard indices."""
     wanted: Container[int]
     """Shard indices whose segments are listed."""
+    max_bucket_bytes: int
+    """Size of the largest bucket, and of a buffer of the ring."""
+    num_first_buckets: int
+    """Number of buckets that hold the first tensors."""
     in_order: bool = False
     """True if cuts are ranges of the flattened full tensors."""
 
@@ -200,6 +204,11 @@ class Buckets:
     def last_tensor(self, index: int) -> PlannedTensor:
         """Return the last tensor with elements in bucket `index`."""
         return self.tensors[self.cuts[index][-1].tensor]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, once each, in their wire dtype."""
+        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
 
     def payload_bytes(self, index: int) -> int:
         """Return the bytes of all segments of bucket `index`, without making it."""
@@ -223,25 +232,6 @@ class Buckets:
                 sections.append(part.close(shard_index, offset))
                 offset += part.num_bytes
         return Bucket(tuple(sections), offset, self.payload_bytes(index))
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """All buckets of a transfer."""
-
-    tensors: tuple[PlannedTensor, ...]
-    """The tensors, in the order of transfer."""
-    buckets: Buckets
-    """The buckets, in order."""
-    num_first_buckets: int
-    """Number of buckets that hold the first tensors."""
-    max_bucket_bytes: int
-    """Size of the largest bucket, and of a buffer of the ring."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all tensors, once each, in their wire dtype."""
-        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
 
 
 class _Cutter:
@@ -329,9 +319,8 @@ def plan_buckets(
     first.close()
     rest.close()
     wanted = range(num_shards) if wanted is None else wanted
-    buckets = Buckets(tuple(tensors), first.buckets + rest.buckets, num_shards, wanted)
-    max_bucket_bytes = max(first.max_bucket_bytes, rest.max_bucket_bytes)
-    return BucketPlan(tuple(tensors), buckets, len(first.buckets), max_bucket_bytes)
+    largest = max(first.max_bucket_bytes, rest.max_bucket_bytes)
+    return BucketPlan(tensors, first.buckets + rest.buckets, num_shards, wanted, largest, len(first.buckets))
 
 
 def plan_in_order(tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int) -> BucketPlan:
@@ -353,8 +342,7 @@ def plan_in_order(tensors: Sequence[PlannedTensor], num_shards: int, bucket_byte
             take = min(planned.layout.num_elements - first, max(room // itemsize, 1))
             cuts[-1].append(Cut(index, first, take, take * itemsize))
             first, room = first + take, room - take * itemsize
-    buckets = Buckets(tuple(tensors), cuts, num_shards, range(num_shards), in_order=True)
     # Each range of a shard may be padded.
     padding = max(num_shards, 1) * ALIGNMENT_BYTES
-    largest = max((buckets.payload_bytes(index) + len(cut) * padding for index, cut in enumerate(cuts)), default=0)
-    return BucketPlan(tuple(tensors), buckets, len(cuts), largest)
+    largest = max((sum(cut.payload_bytes + padding for cut in bucket) for bucket in cuts), default=0)
+    return BucketPlan(tensors, cuts, num_shards, range(num_shards), largest, len(cuts), in_order=True)

@@ -5,15 +5,15 @@ While a bucket is sent from one buffer of the ring, the next one is read into th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from raysharding.distributed.comm import is_accelerator
-from raysharding.distributed.fully_shard import ShardMap, local_tensor
-from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Segment
+from raysharding.distributed.fully_shard import local_tensor, shard_index_of
+from raysharding.distributed.transfer.bucket_plan import PlannedTensor, Segment
 from raysharding.distributed.transfer.memory import back
 from raysharding.distributed.transfer.sources import as_bytes, as_memory
 
@@ -61,43 +61,41 @@ def make_ring(slot: SlotBytes, device: torch.device) -> list[Slot]:
     ]
 
 
-def ring_bytes(slot: SlotBytes, device_type: str) -> tuple[int, int]:
-    """Return the host memory and the device memory of a ring."""
-    if device_type == "cpu":
-        return RING_SIZE * max(slot), 0
-    return RING_SIZE * round_up_pinned(slot.host), RING_SIZE * slot.wire
-
-
 def round_up_pinned(num_bytes: int) -> int:
     """Return the memory that torch's allocator of pinned memory takes: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
+ReadShard = Callable[[str, torch.Tensor, int, int], torch.Tensor]
+"""Called as `(fqn, flattened shard, its first element, number of elements used)`; returns a tensor like the shard."""
+
+
 class LocalShards:
-    """The local memory of a plan's tensors, addressed by segments.
+    """The local memory of planned tensors, addressed by segments.
 
     Args:
-        plan: The plan.
+        planned: The tensors.
         tensors: FQN → tensor of this process's module.
-        shards: Which rank holds which shard.
         is_fresh: True if the memory was never touched: it is backed by pages before writes. That of touched memory
             would cost a warm load 12 %.
+        read: Returns the values that `values` takes from in place of a shard's own.
     """
 
     def __init__(
-        self, plan: BucketPlan, tensors: Mapping[str, torch.Tensor], shards: ShardMap, is_fresh: bool = False
+        self,
+        planned: Sequence[PlannedTensor],
+        tensors: Mapping[str, torch.Tensor],
+        is_fresh: bool = False,
+        read: ReadShard | None = None,
     ) -> None:
+        self._planned = planned
         self._is_fresh = is_fresh
-        self._planned = plan.tensors
-        self._flat = [self._flatten(planned, tensors[planned.layout.fqn]) for planned in plan.tensors]
-        index = shards.shard_index
-        self._first = [planned.layout.local_range(index)[0] for planned in plan.tensors]
-
-    @staticmethod
-    def _flatten(planned: PlannedTensor, tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor)
-        assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
-        return local.view(-1)
+        self._read = read
+        held = [tensors[one.layout.fqn] for one in planned]
+        self._flat = [local_tensor(tensor).view(-1) for tensor in held]
+        self._first = [
+            one.layout.local_range(shard_index_of(tensor))[0] for one, tensor in zip(planned, held, strict=True)
+        ]
 
     def takes_wire_bytes(self, tensor: int, device_type: str) -> bool:
         """Return True if a tensor's wire bytes can be written into its shard unchanged by `device_type`."""
@@ -114,8 +112,10 @@ class LocalShards:
 
     def values(self, segment: Segment) -> torch.Tensor:
         """Return the elements of a segment in this process, 1-D, in the module's dtype."""
-        first = self._first[segment.tensor]
-        return self._flat[segment.tensor][segment.start - first : segment.stop - first]
+        flat, first = self._flat[segment.tensor], self._first[segment.tensor]
+        if self._read is not None:
+            flat = self._read(self._planned[segment.tensor].layout.fqn, flat, first, segment.stop - segment.start)
+        return flat[segment.start - first : segment.stop - first]
 
     def memory(self, segment: Segment, device_type: str) -> torch.Tensor | None:
         """Return the uint8 memory that `device_type` writes a segment's wire bytes into, backed by pages; or `None`.

@@ -32,7 +32,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
     plan_in_order,
 )
-from raysharding.distributed.transfer.buffers import LocalShards
+from raysharding.distributed.transfer.buffers import LocalShards, ReadShard
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.distributed.transfer.transport import connect_ranks
 from raysharding.models import all_names
@@ -93,6 +93,8 @@ class Gather:
     """True to transfer the tensors of a destination one after the other, from first to last element."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """FQN → dtype on the wire; the tensor's own by default. The sink may get this rank's values unconverted."""
+    read: ReadShard | None = None
+    """Returns the values to send in place of a shard's own; by default they are its own."""
     on_device: bool = False
     """True to give the sink values on the device of the messages, or of this rank's shard, without a copy."""
     wire_bytes: int = field(default=0, init=False)
@@ -104,7 +106,9 @@ class Gather:
         self._shards = ShardMap.of(self.tensors)
         share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
         self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
-        self._local_shards = {rank: LocalShards(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
+        self._local_shards = {
+            rank: LocalShards(plan.tensors, self.tensors, read=self.read) for rank, plan in self._plans.items()
+        }
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
         planned = [
@@ -128,7 +132,7 @@ class Gather:
             The bytes delivered so far, over all destinations.
         """
         delivered = 0
-        rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
+        rounds = max((len(plan) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
         # One rank alone can run out of memory: the others would wait for its messages.
@@ -139,11 +143,9 @@ class Gather:
         connect_ranks(flag)
         for index in range(rounds):
             self._transfer(index, buffer, pinned)
-            if own is not None and index < len(own.buckets):
-                self._deliver(own.buckets[index], buffer, pinned)
-            delivered += sum(
-                plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
-            )
+            if own is not None and index < len(own):
+                self._deliver(own[index], buffer, pinned)
+            delivered += sum(plan[index].payload_bytes for plan in self._plans.values() if index < len(plan))
             yield delivered
 
     def _transfer(self, index: int, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
@@ -151,9 +153,9 @@ class Gather:
         staged: list[torch.Tensor] = []
         ops: list[dist.P2POp] = []
         for rank, plan in self._plans.items():
-            if index < len(plan.buckets):
-                ops += self._messages(rank, plan.buckets[index], buffer, staged)
-                self._hand_over(rank, plan.buckets[index], pinned)
+            if index < len(plan):
+                ops += self._messages(rank, plan[index], buffer, staged)
+                self._hand_over(rank, plan[index], pinned)
         # One batch per round, in the same order on all ranks, so that every send has a posted receive.
         self.num_messages += len(ops)
         for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -165,7 +167,7 @@ class Gather:
     def _receives(self) -> bool:
         """Return True if this rank receives messages."""
         rank = self._shards.rank
-        senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
+        senders = {self._sender(section) for bucket in self._plans[rank] for section in bucket.sections}
         return any(not self._is_beside(sender, rank) for sender in senders)
 
     def _pinned_memory(self) -> torch.Tensor | None:
@@ -339,7 +341,7 @@ def gather_into(
     *,
     bucket_bytes: int = GATHER_BUCKET_BYTES,
     timeout_s: float = 120.0,
-) -> None:
+) -> int:
     """Gather as `gather_tensors`, into existing memory; collective.
 
     Args:
@@ -349,10 +351,17 @@ def gather_into(
         device: Device of the messages.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.
+
+    Returns:
+        Number of messages that this rank sent or received.
     """
 
     def sink(name: str, first: int, values: torch.Tensor) -> None:
         full[name].view(-1)[first : first + values.numel()].copy_(values)
 
+    num_messages = 0
     for part in by_mesh(tensors):
-        Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()
+        gather = Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes)
+        gather.run()
+        num_messages += gather.num_messages
+    return num_messages

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple
@@ -155,7 +155,7 @@ class ReadAhead:
 
     def _offer(self) -> None:
         """Split one bucket after the other into jobs, which are offered once the bucket's buffer is free."""
-        for index, bucket in enumerate(self.plan.buckets):
+        for index, bucket in enumerate(self.plan):
             slot = self.slots[index % len(self.slots)]
             jobs: list[Job] = []
             with self._catching():
@@ -254,18 +254,6 @@ class ReadAhead:
 
 
 @dataclass
-class StreamTimes:
-    """Times of a rank, in seconds."""
-
-    read_s: float = 0.0
-    """Reading files, of one of the threads on average."""
-    send_s: float = 0.0
-    """Starting and waiting for messages."""
-    place_s: float = 0.0
-    """Copying from buffers into shards."""
-
-
-@dataclass
 class BucketStream:
     """Stream of one load on one rank. Every rank calls `run` once."""
 
@@ -281,7 +269,12 @@ class BucketStream:
     """Samples the memory of this process after each bucket."""
     progress: Callable[[int, int], None]
     """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
-    times: StreamTimes = field(default_factory=StreamTimes)
+    read_s: float = 0.0
+    """Seconds of reading files, of one of the threads on average."""
+    send_s: float = 0.0
+    """Seconds of starting and waiting for messages."""
+    place_s: float = 0.0
+    """Seconds of copying from buffers into shards."""
 
     def run(self, source: TensorSource | None, num_threads: int = 1) -> Exception | None:
         """Read, send, receive and place every bucket.
@@ -299,16 +292,16 @@ class BucketStream:
         shards, slots = self.local_shards, self.slots
         with ReadAhead(self.plan, source, self.transport, shards, slots, self.device, num_threads) as ahead:
             error = self._run(ahead)
-        self.times.read_s = ahead.read_s
+        self.read_s = ahead.read_s
         return error
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
-        flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
+        flag = FailureFlag(len(self.plan), self.timeout_s)
         error: Exception | None = None
-        for index in range(len(self.plan.buckets)):
+        for index in range(len(self.plan)):
             error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
-            self.progress(index, self.plan.buckets.payload_bytes(index))
+            self.progress(index, self.plan.payload_bytes(index))
             if flag.check(index, failed=error is not None):
                 break
         flag.close()
@@ -320,7 +313,7 @@ class BucketStream:
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
         if ahead is not None:
             ahead.next(self.timeout_s, partial(self.progress, index))
-        transfer = BucketTransfer(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
+        transfer = BucketTransfer(index, self.plan[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
             self.transport.start(transfer)
         return transfer
@@ -342,7 +335,7 @@ class BucketStream:
     def _sending(self) -> Iterator[None]:
         started = perf_counter()
         yield
-        self.times.send_s += perf_counter() - started
+        self.send_s += perf_counter() - started
 
     def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy received sections into the shards. Return an error, which all ranks exchange later."""
@@ -355,5 +348,5 @@ class BucketStream:
         except RuntimeError as error:  # usually out of memory
             return error
         finally:
-            self.times.place_s += perf_counter() - started
+            self.place_s += perf_counter() - started
         return None

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from raysharding.distributed.comm import current_group, is_accelerator, wait_for
 from raysharding.distributed.fully_shard import ShardMap
-from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
+from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, BucketPlan, Section, Segment
 from raysharding.distributed.transfer.buffers import RING_SIZE, SlotBytes
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
@@ -96,17 +96,17 @@ class Routes:
             position += section.num_bytes
         return offsets
 
-    def slot_bytes(self, buckets: Buckets, rank: int, in_place: Sequence[bool], converted: Sequence[bool]) -> SlotBytes:
+    def slot_bytes(self, plan: BucketPlan, rank: int, in_place: Sequence[bool], converted: Sequence[bool]) -> SlotBytes:
         """Return the largest bytes of a bucket in `rank`'s buffer.
 
         Args:
-            buckets: The buckets of a plan.
+            plan: The buckets.
             rank: The rank.
             in_place: By tensor: True if it is read directly into the shard, where no other rank needs it.
             converted: By tensor: True if an accelerator converts it.
         """
         host = wire = 0
-        for index, bucket in enumerate(buckets):
+        for index, bucket in enumerate(plan):
             offsets = self.offsets(index, bucket, rank)
             for section in self.travelling(index, bucket, rank):
                 end = offsets[section.shard_index] + section.num_bytes
@@ -121,9 +121,9 @@ class Routes:
                     wire = max(wire, end)
         return SlotBytes(host, wire)
 
-    def any_travels(self, buckets: Buckets, reader: int | None = None) -> bool:
+    def any_travels(self, plan: BucketPlan, reader: int | None = None) -> bool:
         """Return True if a rank needs a section that another rank, or `reader`, reads."""
-        paths = (self.path(index, part.shard_index) for index, bucket in enumerate(buckets) for part in bucket.sections)
+        paths = (self.path(index, part.shard_index) for index, bucket in enumerate(plan) for part in bucket.sections)
         return any(len(path) > 1 and reader in (None, path[0]) for path in paths)
 
 

@@ -31,6 +31,7 @@ from raysharding.distributed.fully_shard import (
     message_device,
     reshard,
 )
+from raysharding.distributed.loading import Progress
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import MemoryPeak, host_identity, saved_tensors
 from raysharding.distributed.weights.connect_links import connect_links
@@ -41,8 +42,6 @@ from raysharding.distributed.weights.model_layout import ModelLayout, difference
 from raysharding.distributed.weights.plan_shards import PlanShards
 from raysharding.errors import PlanError, RayshardingError, said
 from raysharding.models import adapter_scale, plain_names
-
-Progress = Callable[[str, int, int, str], None]
 
 
 class WeightCopy:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from raysharding.html import html_report, html_rows
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes
 
 
-@dataclass(frozen=True)
-class CopyReport:
+@dataclass(frozen=True, repr=False)
+class CopyReport(Report):
     """Report of one copy. `str(report)` is for people, `as_dict()` for programs."""
 
     num_tensors: int
@@ -61,22 +61,20 @@ class CopyReport:
         """Return the fields as a dict that `json.dumps` accepts, up to tuples."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        rate = f", {format_bytes(self.num_bytes / self.seconds)}/s" if self.seconds else ""
-        messages = "in messages from device to device" if self.is_through_device else "in messages of host memory"
-        ways = [
-            f"{format_bytes(num_bytes)} {way}"
-            for num_bytes, way in ((self.shared_bytes, "through shared memory"), (self.wire_bytes, messages))
-            if num_bytes
-        ]
-        how = [name for flag, name in ((self.is_merged, "merged"), (self.is_staged, "staged")) if flag]
-        more = f" ({', '.join(how)})" if how else ""
-        return (
-            f"copied {self.num_tensors} tensors, {format_bytes(self.num_bytes)}{more}, in {self.seconds:.3f} s{rate}: "
-            f"{', '.join(ways) or 'nothing to send'}; {'planned' if self.is_planned else 'plan kept'} "
-            f"({self.plan_s * 1e3:.0f} ms); up to "
-            f"{format_bytes(max(*self.source_extra_bytes, *self.target_extra_bytes))} of extra memory a rank"
-        )
+    def _title(self) -> str:
+        how = ", merged" * self.is_merged + ", staged" * self.is_staged
+        return f"copied {self.num_tensors} tensors, {format_bytes(self.num_bytes)}{how}"
 
-    def _repr_html_(self) -> str:
-        return html_report(str(self), html_rows((), [(key, str(value)) for key, value in self.as_dict().items()]))
+    def _parts(self) -> list[Table]:
+        rate = f", {format_bytes(self.num_bytes / self.seconds)}/s" if self.seconds else ""
+        plan = f"{'planned' if self.is_planned else 'plan kept'} in {self.plan_s * 1e3:.0f} ms"
+        messages = "in messages from device to device" if self.is_through_device else "in messages of host memory"
+        sent = ((self.shared_bytes, "through shared memory"), (self.wire_bytes, messages))
+        ways = [f"{format_bytes(num_bytes)} {way}" for num_bytes, way in sent if num_bytes]
+        peak = format_bytes(max(*self.source_extra_bytes, *self.target_extra_bytes))
+        rows = (
+            ("time", f"{self.seconds:.3f} s{rate}; {plan}"),
+            ("bytes", ", ".join(ways) or "nothing to send"),
+            ("memory", f"peak above the start {peak} a rank"),
+        )
+        return [Table((), rows)]

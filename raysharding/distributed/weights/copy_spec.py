@@ -1,4 +1,4 @@
-"""`CopySpec`: what the ranks of both groups are told about one copy."""
+"""`CopySpec`: one copy, as sent to the ranks of both groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysharding.distributed.comm import StoreAddress
 
 @dataclass(frozen=True, slots=True)
 class CopySpec:
-    """One copy, as a rank is told of it."""
+    """One copy of weights from one group to another, as sent to a rank."""
 
     token: str
     """Identifies a pair of groups, whose connections and plan the ranks keep."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from threading import get_ident
 from time import monotonic
@@ -22,19 +20,12 @@ from torch import nn
 
 from raysharding.arguments import check_int
 from raysharding.distributed.comm import all_gather_ints, all_gather_json, get_rank, get_world_size
-from raysharding.distributed.fully_shard import message_device, reshard, unwrapped
+from raysharding.distributed.fully_shard import local_tensor, message_device, reshard, unwrapped
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, saved_tensors, wire_dtype
+from raysharding.distributed.weights.merged_shards import MergedShards
 from raysharding.errors import PlanError
-from raysharding.models import (
-    AdapterMerge,
-    RunIndex,
-    SavedTensor,
-    adapter_merges,
-    adapter_scale,
-    plain_names,
-    saved_layout,
-)
+from raysharding.models import RunIndex, SavedTensor, adapter_scale, plain_names, saved_layout
 
 _iterating: list[WeightStream] = []
 """Streams of this process whose iterators have begun and are not closed: a traceback may hold one that has failed."""
@@ -48,8 +39,7 @@ class WeightStream:
 
     Wire: each shard once to each of `ranks`, and an all-reduce of 16 bytes per rank for each bucket. Memory on `ranks`,
     above the shards and the tensors that the caller still holds: one bucket and one tensor, or the tensors that lie
-    interleaved in one parameter; on the other ranks, at most a bucket. A weight that is merged takes its factors, its
-    delta in their dtype, and a bucket besides.
+    interleaved in one parameter; on the other ranks, at most a bucket. A merge takes `MergedShards` on every rank.
 
     Args:
         module: A sharded module.
@@ -80,25 +70,33 @@ class WeightStream:
         _check(ranks, bucket_bytes, dtype)
         module = unwrapped(module)
         reshard(module)
-        contents = _Contents.of(module, merge)
-        device, names = message_device(module), contents.names()
-        self._assembly = _Assembly(contents, device, dtype)
+        tensors, layout = _merged_contents(module) if merge else model_contents(module)
+        names = list(dict.fromkeys(run.source for saved in layout.values() for run in saved.runs))
+        device = message_device(module)
+        self._assembly = _Assembly(layout, device, dtype)
+        self._merged: MergedShards | None = None
+        if merge:
+            num_elements = {name: len({*ranks}) * local_tensor(tensors[name]).numel() for name in names}
+            self._merged = MergedShards(module, num_elements)
+        self._num_merge_messages = 0
         self._timeout_s = timeout_s
-        self._num_tensors = len(contents.layout)
+        self._num_tensors = len(layout)
         self._state: Literal["open", "done", "left", "failed"] = "open"
         arguments = (sorted(ranks), bucket_bytes, dtype, merge, names)
         self._fingerprint = zlib.crc32(repr(arguments).encode())
         self._received: list[tuple[int, int, torch.Tensor]] = []
         place = {name: index for index, name in enumerate(names)}
+        own = {name: tensors[name].dtype for name in names if tensors[name].is_floating_point()}
         self._gather = Gather(
-            {name: contents.tensors[name] for name in names},
+            {name: tensors[name] for name in names},
             dict.fromkeys(sorted(ranks), names),
             lambda name, first, values: self._received.append((place[name], first, values)),
             device,
             timeout_s,
             bucket_bytes,
             in_order=True,
-            dtypes={name: contents.wire_dtype(name, dtype) for name in names},
+            dtypes=own if dtype is None else {name: wire_dtype(stored, dtype) for name, stored in own.items()},
+            read=None if self._merged is None else self._merged.read,
             on_device=True,
         )
         self._names = names
@@ -120,6 +118,8 @@ class WeightStream:
         thread = get_ident()
         try:
             self._meet(timeout_s=self._timeout_s)
+            if self._merged is not None:
+                self._num_merge_messages = self._merged.gather_adapters(self._timeout_s)
             if get_rank() in self._gather.destinations:
                 yield from self._assembly.without_elements()  # no bucket holds them
             for _ in self._gather.rounds():
@@ -165,7 +165,7 @@ class WeightStream:
     @property
     def num_messages(self) -> int:
         """Number of messages that this rank has sent or received."""
-        return self._gather.num_messages
+        return self._gather.num_messages + self._num_merge_messages
 
     @property
     def _progress(self) -> str:
@@ -226,56 +226,20 @@ def _check(ranks: Any, bucket_bytes: Any, dtype: Any) -> None:
         raise ValueError(f"dtype={dtype!r}: give a floating-point dtype, such as torch.bfloat16, or None")
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """The tensors of a stream."""
-
-    tensors: Mapping[str, torch.Tensor]
-    """FQN → parameter or buffer; with merges, FQNs of the model without adapters, and those of the adapters."""
-    layout: Mapping[str, SavedTensor]
-    """Key → its parts of the tensors."""
-    merges: Mapping[str, AdapterMerge]
-    """FQN → what the adapters add to the tensor."""
-
-    @classmethod
-    def of(cls, module: nn.Module, merge: bool) -> Self:
-        if not merge:
-            return cls(*model_contents(module), {})
-        if adapter_scale(module) is None:
-            raise PlanError("merge=True, but the model has no adapters: leave merge out")
-        held, merges = saved_tensors(module), {one.name: one for one in adapter_merges(module).values()}
-        plain = {name: held[fqn] for fqn, name in plain_names(module).items() if fqn in held}
-        factors = {factor: held[factor] for one in merges.values() for factor in one.factors}
-        return cls(plain | factors, saved_layout(module, plain, merged=True), merges)
-
-    @cached_property
-    def factors(self) -> set[str]:
-        """FQNs of the adapters' tensors."""
-        return {factor for one in self.merges.values() for factor in one.factors}
-
-    def names(self) -> list[str]:
-        """Return the FQNs in the order in which the keys need them, the factors of a merge just before its tensor."""
-        names: dict[str, None] = {}
-        for source in (run.source for saved in self.layout.values() for run in saved.runs):
-            if source not in names and source in self.merges:
-                names |= dict.fromkeys(self.merges[source].factors)
-            names[source] = None
-        return list(names)
-
-    def wire_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of a tensor on the wire. What is merged is converted after that, as it is added to."""
-        own = self.tensors[name].dtype
-        is_kept = dtype is None or not own.is_floating_point or name in self.merges or name in self.factors
-        return own if dtype is None or is_kept else wire_dtype(own, dtype)
+def _merged_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[str, SavedTensor]]:
+    """Return as `model_contents` the tensors of the model without adapters, and their layout."""
+    if adapter_scale(module) is None:
+        raise PlanError("merge=True, but the model has no adapters: leave merge out")
+    held = saved_tensors(module)
+    plain = {name: held[fqn] for fqn, name in plain_names(module).items() if fqn in held}
+    return plain, saved_layout(module, plain, merged=True)
 
 
 class _Assembly:
-    """Puts tensors together from ranges of the module's tensors, which come in order, and merges adapters."""
+    """Puts tensors together from ranges of the module's tensors, which come in order."""
 
-    def __init__(self, contents: _Contents, device: torch.device, dtype: torch.dtype | None) -> None:
-        factors = {name: SavedTensor.whole(name, contents.tensors[name]) for name in contents.factors}
-        self._layout = {**contents.layout, **factors}
-        self._tensors, self._merges = contents.tensors, contents.merges
+    def __init__(self, layout: Mapping[str, SavedTensor], device: torch.device, dtype: torch.dtype | None) -> None:
+        self._layout = layout
         self._device, self._dtype = device, dtype
         self._runs = RunIndex()
         for key, saved in self._layout.items():
@@ -283,8 +247,6 @@ class _Assembly:
         self.num_given = 0
         self._open: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
-        self._factors = dict.fromkeys(factors, torch.empty(0))
-        self._delta = torch.empty(0)
 
     def take(self, source: str, first: int, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Copy a range of a module's tensor, and yield (key, tensor) of each tensor that it completes.
@@ -296,8 +258,6 @@ class _Assembly:
             first: First element, in the flattened tensor.
             values: 1-D values, on any device.
         """
-        if source in self._merges:
-            values = self._merged(source, first, values)
         for key, at, start, stop in self._runs.parts(source, first, values.numel()):
             if key not in self._open:
                 self._open[key] = self._allocated(key)
@@ -305,11 +265,8 @@ class _Assembly:
             self._open[key].view(-1)[at : at + stop - start].copy_(values[start:stop])
             self._missing[key] -= stop - start
             if not self._missing[key]:
-                if key in self._factors:
-                    self._factors[key] = self._open.pop(key)
-                else:
-                    self.num_given += 1
-                    yield key, self._open.pop(key)
+                self.num_given += 1
+                yield key, self._open.pop(key)
 
     def without_elements(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (key, tensor) of each tensor that has no elements."""
@@ -320,17 +277,5 @@ class _Assembly:
 
     def _allocated(self, key: str) -> torch.Tensor:
         saved = self._layout[key]
-        is_kept = self._dtype is None or not saved.dtype.is_floating_point or key in self._factors
-        return torch.empty(saved.shape, dtype=saved.dtype if is_kept else self._dtype, device=self._device)
-
-    def _merged(self, source: str, first: int, values: torch.Tensor) -> torch.Tensor:
-        """Return values of a base weight with the adapters' delta added as peft adds it, in the weight's dtype."""
-        merge = self._merges[source]
-        if first == 0:
-            self._delta = merge.delta(self._factors).reshape(-1)
-            self._factors |= dict.fromkeys(merge.factors, torch.empty(0))
-        values = values.to(self._device, copy=True)
-        values += self._delta[first : first + values.numel()]
-        if first + values.numel() == self._tensors[source].numel():
-            self._delta = torch.empty(0)
-        return values
+        dtype = self._dtype if saved.dtype.is_floating_point else None
+        return torch.empty(saved.shape, dtype=dtype or saved.dtype, device=self._device)

@@ -9,49 +9,62 @@ from torch import nn
 
 from raysharding.distributed.comm import get_world_size
 from raysharding.distributed.fully_shard import message_device
-from raysharding.distributed.transfer import gather_tensors, saved_tensors
+from raysharding.distributed.transfer import full_memory, gather_into, saved_tensors
 from raysharding.models import AdapterMerge, adapter_merges
 
 
 class MergedShards:
     """Merged shards, made when they are first read, and dropped after their last read.
 
-    The adapters are gathered on every rank when this is made (collective); they are small. A delta is made whole, by
-    peft, and cut: so merged weights are peft's, bit for bit. Memory: the adapters, a full weight's delta, and the
-    merged shards that this rank has sent to some ranks of the target and not yet to others.
+    The adapters are gathered on every rank; they are small. A delta is made whole, by peft, and cut: so merged weights
+    are peft's, bit for bit. Memory: the adapters, a full weight's delta, and the merged shards that this rank has sent
+    to some ranks and not yet to others.
 
     Args:
         module: The module with adapters. It is not changed.
-        num_reads: FQN → how often this rank will read the tensor.
-        timeout_s: Longest wait for one round of the gather, in seconds.
+        num_elements: Name in the model without adapters → elements of the tensor that this rank will read in all.
+
+    Raises:
+        PlanError: The adapters cannot be merged; see `adapter_merges`.
     """
 
-    def __init__(self, module: nn.Module, num_reads: Mapping[str, int], timeout_s: float) -> None:
-        self._merges: Mapping[str, AdapterMerge] = adapter_merges(module)
-        self._left = dict(num_reads)
+    def __init__(self, module: nn.Module, num_elements: Mapping[str, int]) -> None:
+        self._module = module
+        self._merges: Mapping[str, AdapterMerge] = {one.name: one for one in adapter_merges(module).values()}
+        self._left = dict(num_elements)
         self._merged: dict[str, torch.Tensor] = {}
-        tensors = saved_tensors(module)
-        factors = {fqn: tensors[fqn] for merge in self._merges.values() for fqn in merge.factors}
-        # Every rank of the group calls this at the same point, also one that sends nothing.
-        every = range(get_world_size())
-        self._factors = gather_tensors(factors, every, message_device(module), timeout_s=timeout_s)
+        self._factors: dict[str, torch.Tensor] = {}
 
-    def read(self, fqn: str, local: torch.Tensor, first: int) -> torch.Tensor:
+    def gather_adapters(self, timeout_s: float) -> int:
+        """Gather the adapters on every rank; return how many messages this rank sent or received. Collective.
+
+        Args:
+            timeout_s: Longest wait for one round of the gather, in seconds.
+        """
+        tensors = saved_tensors(self._module)
+        sharded = {fqn: tensors[fqn] for merge in self._merges.values() for fqn in merge.factors}
+        self._factors = full_memory(sharded, on_cpu=True)
+        # Every rank of the group calls this at the same point, also one that sends nothing.
+        every, device = range(get_world_size()), message_device(self._module)
+        return gather_into(self._factors, sharded, every, device, timeout_s=timeout_s)
+
+    def read(self, name: str, local: torch.Tensor, first: int, num_elements: int) -> torch.Tensor:
         """Return this rank's flattened shard of a tensor, merged if the adapters change it.
 
         Args:
-            fqn: FQN of the tensor.
+            name: Name of the tensor in the model without adapters.
             local: The flattened shard.
             first: Its first element, in the flattened tensor.
+            num_elements: Elements of it that are used this time.
         """
-        if fqn not in self._merges:
+        if name not in self._merges:
             return local
-        merged = self._merged.pop(fqn, None)
+        merged = self._merged.pop(name, None)
         if merged is None:
-            merged = self._merge(self._merges[fqn], local, first)
-        self._left[fqn] -= 1
-        if self._left[fqn]:
-            self._merged[fqn] = merged
+            merged = self._merge(self._merges[name], local, first)
+        self._left[name] -= num_elements
+        if self._left[name]:
+            self._merged[name] = merged
         return merged
 
     def _merge(self, merge: AdapterMerge, local: torch.Tensor, first: int) -> torch.Tensor:

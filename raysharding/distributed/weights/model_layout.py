@@ -1,4 +1,4 @@
-"""`ModelLayout`: which rank of a group holds which elements of which tensor, as another group is told."""
+"""`ModelLayout`: which rank of a group holds which elements of which tensor, for the ranks of another group."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from raysharding.group.calls.client import Client
 from raysharding.group.calls.inspection import STATUS_S, rank_statuses
 from raysharding.group.cluster import Picture, open_screen, status_table
 from raysharding.group.messages import GroupState
+from raysharding.report import Table
 
 _STOP_S = STATUS_S + 1.0
 _COLUMNS = "rank", "node_ip", "device", "phase", "last_call", "host_bytes", "peak_host_bytes", "device_bytes"
@@ -105,7 +106,7 @@ def _picture_of(client: Client, last_step: str) -> Picture:
         statuses = rank_statuses(client)
     header, rows = status_table(_COLUMNS, statuses)
     rows = [(*row, _state(status)) for row, status in zip(rows, statuses, strict=True)]
-    return Picture(f"{client.name}: {state.value}", _now(), tuple(lines), (*header, "state"), tuple(rows))
+    return Picture(f"{client.name}: {state.value}", _now(), tuple(lines), Table((*header, "state"), rows))
 
 
 def _state(status: Mapping[str, Any]) -> str:

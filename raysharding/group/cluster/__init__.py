@@ -3,12 +3,10 @@
 from raysharding.group.cluster.connect import connect, join_announced, join_existing, own_node_id, refuse_in_fork
 from raysharding.group.cluster.display import (
     StatusReport,
-    html_table,
     memory_table,
     ranks_table,
     status_table,
     tell,
-    text_table,
     warn,
 )
 from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharding.group.ranks import RankInfo
-from raysharding.html import html_lines, html_report, html_rows
+from raysharding.report import Table, html_line, html_report
 from raysharding.units import MIB
 
 _MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes", "peak_device_bytes")
-_COLUMNS = ("rank", "node", "pid", "local_rank", "device")
 
 
 def tell(line: str) -> None:
@@ -29,25 +28,10 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-def _rows(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:
-    return [(str(one.rank), one.node_ip, str(one.pid), str(one.local_rank), one.device) for one in ranks]
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of strings as an aligned table."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
-    """Format the ranks as a small HTML table."""
-    return html_report(title, html_rows(_COLUMNS, _rows(ranks)))
-
-
-def ranks_table(ranks: Sequence[RankInfo]) -> str:
-    """Format a table of where each rank runs."""
-    return text_table(_COLUMNS, _rows(ranks))
+def ranks_table(ranks: Sequence[RankInfo]) -> Table:
+    """Return a table of where each rank runs."""
+    rows = [(str(one.rank), one.node_ip, str(one.pid), str(one.local_rank), one.device) for one in ranks]
+    return Table(("rank", "node", "pid", "local_rank", "device"), rows)
 
 
 def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
@@ -65,20 +49,18 @@ def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
         for (node_ip, device), those in gpus.items()
         if len(those) > 1
     ]
-    return "\n".join([text_table(*status_table(("rank", *_MEMORY), statuses)), *shared])
+    return "\n".join([str(status_table(("rank", *_MEMORY), statuses)), *shared])
 
 
-def status_table(
-    columns: Sequence[str], statuses: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return header and rows of a table of the ranks' statuses, memory in MiB; `?` for what a rank did not answer.
+def status_table(columns: Sequence[str], statuses: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the ranks' statuses, memory in MiB; `?` for what a rank did not answer.
 
     Args:
         columns: Items of the statuses. A phase also shows how much of its bytes is done.
         statuses: Result of `rank_statuses`.
     """
     header = tuple(name.replace("_bytes", " MiB").replace("_", " ") for name in columns)
-    return header, [tuple(_cell(name, one) for name in columns) for one in statuses]
+    return Table(header, [tuple(_cell(name, one) for name in columns) for one in statuses])
 
 
 class StatusReport(dict[str, Any]):
@@ -87,8 +69,8 @@ class StatusReport(dict[str, Any]):
     def _repr_html_(self) -> str:
         ranks = self["ranks"]
         table = status_table(("rank", "node_ip", "pid", "phase", *_MEMORY, "answers"), ranks)
-        cause = [] if self["cause"] is None else [html_lines(self["cause"].splitlines())]
-        return html_report(f"{self['name']}: {self['state']}", *([html_rows(*table)] if ranks else []), *cause)
+        cause = [] if self["cause"] is None else map(html_line, self["cause"].splitlines())
+        return html_report(f"{self['name']}: {self['state']}", *([table.html()] if ranks else []), *cause)
 
 
 def _cell(column: str, status: Mapping[str, Any]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from raysharding.group.cluster.display import tell, text_table
-from raysharding.html import html_lines, html_report, html_rows
+from raysharding.group.cluster.display import tell
+from raysharding.report import Report, Table
 
 
 @dataclass(frozen=True, repr=False)
-class Picture:
+class Picture(Report):
     """What a screen shows."""
 
     title: str
@@ -23,18 +23,14 @@ class Picture:
     """Time of day of the picture."""
     lines: tuple[str, ...] = ()
     """Lines below the title."""
-    header: tuple[str, ...] = ()
-    """Names of the columns of `rows`."""
-    rows: tuple[tuple[str, ...], ...] = ()
-    """Rows of the table below the lines."""
+    table: Table | None = None
+    """Table below the lines."""
 
-    def __repr__(self) -> str:
-        table = (text_table(self.header, self.rows),) if self.rows else ()
-        return "\n".join((f"{self.title} ({self.time})", *self.lines, *table))
+    def _title(self) -> str:
+        return f"{self.title} ({self.time})"
 
-    def _repr_html_(self) -> str:
-        table = (html_rows(self.header, self.rows),) if self.rows else ()
-        return html_report(f"{self.title} ({self.time})", "<br>", html_lines(self.lines), *table)
+    def _parts(self) -> tuple[Table | str, ...]:
+        return (*self.lines, self.table) if self.table and self.table.rows else self.lines
 
 
 def open_screen(first: Picture) -> Screen:

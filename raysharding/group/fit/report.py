@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from raysharding.html import html_report, html_rows, svg_curve
+from raysharding.report import Table, html_report, svg_curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,7 +200,7 @@ class FitReport:
             *([("saved", self.saved)] if self.saved else []),
         ]
         curve = svg_curve("loss", self.history.get("loss", ()), self.first_step + 1)
-        return html_report(f"step {self.num_steps}, loss {self.loss:.4g}", html_rows((), rows), curve)
+        return html_report(f"step {self.num_steps}, loss {self.loss:.4g}", Table((), rows).html(), curve)
 
     def __str__(self) -> str:
         tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.num_tokens else ""

@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint
 from raysharding.distributed.footprint import (
     Footprint,
     footprints,
+    full_bytes,
     gathered_bytes,
-    load_rings,
+    load_buffers,
     planned_tensors,
     save_buffers,
 )
-from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer import RANK_BYTES
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -34,11 +32,10 @@ from raysharding.group.cluster import (
     rank_need,
     ranks_per_gpu,
     show_resources,
-    text_table,
 )
 from raysharding.group.launch.spec import GroupSpec, fitted_module, open_spec
-from raysharding.html import html_lines, html_report, html_rows
 from raysharding.models import wrap_groups
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes as size
 
 CONTEXT_BYTES = 512 << 20
@@ -56,7 +53,7 @@ class RankPlan:
     footprint: Footprint
     """Parameters, buffers, gradients and optimizer state."""
     load_bytes: int
-    """The ring of buckets, which a load needs beside the shards: in the GPU's memory, and in host memory on CPUs."""
+    """Buffers that a load needs beside the shards, at most: in the GPU's memory, and in host memory on CPUs."""
     gathered_bytes: int
     """Full parameters of the groups that compute at one time; an estimate."""
     host_bytes: int
@@ -79,8 +76,8 @@ class NodePlan:
     """GPU memory that the ranks of one GPU need together, on the GPU that needs most."""
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+@dataclass(frozen=True, repr=False)
+class GroupPlan(Report):
     """Result of `ShardedModelGroup.plan`."""
 
     checkpoint: str
@@ -111,83 +108,39 @@ class GroupPlan:
         """True if no known resource is short; activations and the items in `notes` are not counted."""
         return not self.shortages
 
-    def __repr__(self) -> str:
-        parts = [self._title(), text_table(*self._ranks()), text_table(*self._nodes()), *self._verdict()]
-        return "\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        tables = html_rows(*self._ranks()), html_rows(*self._nodes())
-        return html_report(self._title(), *tables, html_lines(self._verdict()))
-
     def _title(self) -> str:
         copies = f", {self.num_replicas} replicas" if self.num_replicas > 1 else ""
         what = f"{self.checkpoint}: {self.num_parameters:,} parameters, {size(self.checkpoint_bytes)} in the files"
         return f"{what}; {self.world_size} ranks on {self.device}{copies}, {self.optimizer or 'no optimizer'}"
 
-    def _verdict(self) -> list[str]:
-        verdict = (
-            ["fits, as far as is known"] if self.fits else ["does not fit:", *(f"  {line}" for line in self.shortages)]
-        )
-        return [*verdict, *(f"note: {note}" for note in self.notes)]
+    def _parts(self) -> Iterator[Table | str]:
+        yield self._rank_table()
+        yield self._node_table()
+        yield "fits, as far as is known" if self.fits else "does not fit:"
+        yield from (f"  {line}" for line in self.shortages)
+        yield from (f"note: {note}" for note in self.notes)
 
-    def _ranks(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def _rank_table(self) -> Table:
         header = ("rank", "node", "parameters", "buffers", "gradients", "optimizer", "gathered", "load", "host", "gpu")
         rows: list[Sequence[str]] = []
         # Adjacent ranks with equal plans on one node share a row.
-        for _, equal in groupby(self.ranks, lambda one: (one.node, one.footprint, one.load_bytes, one.gathered_bytes)):
+        for _, equal in groupby(self.ranks, lambda one: (one.node, one.footprint)):
             plan, *others = equal
             held = plan.footprint
             numbers = f"{plan.rank}-{others[-1].rank}" if others else str(plan.rank)
             parts = (held.parameter_bytes, held.buffer_bytes, held.gradient_bytes, held.optimizer_bytes)
             more = (plan.gathered_bytes, plan.load_bytes, plan.host_bytes, plan.device_bytes)
             rows.append((numbers, plan.node or "no space", *map(size, (*parts, *more))))
-        return header, rows
+        return Table(header, rows)
 
-    def _nodes(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def _node_table(self) -> Table:
         header = ("node", "ranks", "cpus free", "gpus free", "host need", "host free", "gpu need", "gpu free")
         rows: list[Sequence[str]] = []
         for node in self.nodes:
             has = node.room
             amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
             rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", f"{has.gpus:g}", *map(size, amounts)))
-        return header, rows
-
-
-def rank_plan(
-    rank: int,
-    node: str,
-    footprint: Footprint,
-    ring: tuple[int, int],
-    gathered_bytes: int,
-    saves: tuple[int, int],
-    *,
-    on_accelerator: bool,
-    offload: bool,
-) -> RankPlan:
-    """Sum up the host and GPU memory of one rank.
-
-    Args:
-        rank: Global rank.
-        node: Name of its node.
-        footprint: Memory of the rank's part of the module and the optimizer.
-        ring: Host and device memory of its ring of buckets.
-        gathered_bytes: Memory of full parameters during compute.
-        saves: Host and device memory of the buffers of a save.
-        on_accelerator: True if the rank computes on one.
-        offload: `Sharding.cpu_offload`; if True, shards, gradients and optimizer state are in host memory.
-    """
-    # There are no gradients during the load, and there is no ring during compute.
-    training = footprint.training_bytes
-    if not on_accelerator:
-        busiest = max(ring[0], training + max(gathered_bytes, saves[0]))
-        host = RANK_BYTES + footprint.resident_bytes + busiest
-        return RankPlan(rank, node, footprint, ring[0], gathered_bytes, host, 0)
-    in_host = (footprint.pinned_bytes, training) if offload else (0, 0)
-    on_device = (footprint.replicated_bytes, 0) if offload else (footprint.parameter_bytes, training)
-    host = RANK_BYTES + in_host[0] + max(ring[0], in_host[1] + saves[0])
-    busiest = max(ring[1], on_device[1] + max(gathered_bytes, saves[1]))
-    device = CONTEXT_BYTES + footprint.buffer_bytes + on_device[0] + busiest
-    return RankPlan(rank, node, footprint, ring[1], gathered_bytes, host, device)
+        return Table(header, rows)
 
 
 _ANSWER_S = 15.0
@@ -205,7 +158,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
     module = fitted_module(opened.model, base, spec.loading)
     need = rank_need(device_type, spec.placement)
     placed = assign(world_size, nodes, need, spec.placement.strategy)
-    ranks = _ranks(spec, base, module, device_type, [nodes[index].name for index in placed], world_size)
+    ranks = _ranks(spec, module, device_type, [nodes[index].name for index in placed], world_size)
     per_gpu = ranks_per_gpu(spec.placement)
     node_plans = tuple(
         _node(capacity, per_gpu, [rank for rank, index in zip(ranks, placed, strict=False) if index == number])
@@ -240,24 +193,31 @@ def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
 
 
 def _ranks(
-    spec: GroupSpec, opened: Checkpoint, module: nn.Module, device_type: str, placed: Sequence[str], world_size: int
+    spec: GroupSpec, module: nn.Module, device_type: str, placed: Sequence[str], world_size: int
 ) -> list[RankPlan]:
+    """Sum up the host and GPU memory of each rank."""
     num_shards = world_size // spec.sharding.replicate_size
     groups = wrap_groups(module, spec.sharding)
     tensors = planned_tensors(module, spec.sharding, groups, num_shards)
     held = footprints(tensors, range(num_shards), spec.optimizer)
     gathered = gathered_bytes(module, spec.sharding, groups)
-    on_accelerator, offload = device_type != "cpu", spec.sharding.cpu_offload
-    # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.
-    holders = tuple(tuple(range(index, world_size, num_shards)) for index in range(num_shards))
-    weights = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
+    weights = full_bytes(tensors)
     state = sum(one.optimizer_bytes or 0 for one in held.values())
     saves = save_buffers(max(weights, state), device_type, is_one_host=len(set(placed)) == 1)
-    shards = [ShardMap(holders, rank) for rank in range(world_size)]
-    rings = load_rings(spec.loading, tensors, shards, opened, device_type, offload=offload)
-    nodes = [*placed, *[""] * (world_size - len(placed))]
-    plan = partial(rank_plan, gathered_bytes=gathered, saves=saves, on_accelerator=on_accelerator, offload=offload)
-    return [plan(rank, nodes[rank], held[rank % num_shards], ring) for rank, ring in enumerate(rings)]
+    loads = load_buffers(weights, spec.loading.bucket_bytes, device_type)
+    on_cpu = device_type == "cpu"
+
+    def plan(rank: int, node: str) -> RankPlan:
+        footprint = held[rank % num_shards]
+        host, device = footprint.held(device_type, offload=spec.sharding.cpu_offload)
+        # There are no gradients during the load, and there are no load's buffers during compute.
+        host_peak = max(loads[0], host.training + max(gathered * on_cpu, saves[0]))
+        device_peak = max(loads[1], device.training + max(gathered, saves[1]))
+        host_bytes = RANK_BYTES + host.resident + host_peak
+        device_bytes = 0 if on_cpu else CONTEXT_BYTES + device.resident + device_peak
+        return RankPlan(rank, node, footprint, loads[not on_cpu], gathered, host_bytes, device_bytes)
+
+    return [plan(rank, node) for rank, node in enumerate([*placed, *[""] * (world_size - len(placed))])]
 
 
 def _node(capacity: NodeCapacity, per_gpu: int, ranks: Sequence[RankPlan]) -> NodePlan:

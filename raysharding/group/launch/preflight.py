@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.distributed.comm import LinkTimes
-from raysharding.distributed.footprint import MemoryNeed
+from raysharding.distributed.footprint import MemoryNeed, Need
 from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import Client, collect_all
-from raysharding.group.cluster import NodeFacts, dashboard_url, text_table, versions_here
+from raysharding.group.cluster import NodeFacts, dashboard_url, versions_here
 from raysharding.group.ranks import RankInfo
-from raysharding.html import html_lines, html_report, html_rows
+from raysharding.report import Report, Table
 from raysharding.units import format_bytes as size
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
@@ -50,8 +50,8 @@ class Finding:
         return f"{'error' if self.is_error else 'warning'}: {self.subject}: {self.message}"
 
 
-@dataclass(frozen=True)
-class PreflightReport:
+@dataclass(frozen=True, repr=False)
+class PreflightReport(Report):
     """Results of a preflight."""
 
     nodes: tuple[NodeFacts, ...]
@@ -85,33 +85,26 @@ class PreflightReport:
             message = f"preflight found {len(self.errors)} errors; from_checkpoint(preflight=False) loads anyway:"
             raise PreflightError(message, problems=[str(finding) for finding in self.findings])
 
-    def __repr__(self) -> str:
-        return "\n".join([text_table(*self._table()), *self._lines()])
+    def _title(self) -> str:
+        return "preflight"
 
-    def _repr_html_(self) -> str:
-        return html_report("preflight", html_rows(*self._table()), html_lines(self._lines()))
-
-    def _table(self) -> tuple[Sequence[str], list[Sequence[str]]]:
-        header = ("node", *_shown(self.nodes), "interface", "free memory", "gpus")
-        rows: list[Sequence[str]] = [
+    def _parts(self) -> Iterator[Table | str]:
+        packages = list(dict.fromkeys(name for node in self.nodes for name in node.versions))
+        rows = [
             (
                 node.node_ip,
-                *(node.versions.get(name, "-") for name in _shown(self.nodes)),
+                *(node.versions.get(name, "-") for name in packages),
                 node.chosen_interface or node.interface or "none",
                 size(node.available_bytes),
                 str(len(node.gpu_free_bytes)),
             )
             for node in self.nodes
         ]
-        return header, rows
-
-    def _lines(self) -> list[str]:
-        ports = [f"ports: {', '.join(self.ports)}"] if self.ports else []
-        return [*ports, _link_line(self.link), *([str(finding) for finding in self.findings] or ["nothing is wrong"])]
-
-
-def _shown(nodes: Sequence[NodeFacts]) -> list[str]:
-    return list(dict.fromkeys(name for node in nodes for name in node.versions))
+        yield Table(("node", *packages, "interface", "free memory", "gpus"), rows)
+        if self.ports:
+            yield f"ports: {', '.join(self.ports)}"
+        yield _link_line(self.link)
+        yield from map(str, self.findings or ["nothing is wrong"])
 
 
 def _link_line(link: LinkTimes | None) -> str:
@@ -295,9 +288,10 @@ class Preflight:
                 break
         self.findings += findings
         for node_id, facts in self._nodes.items():
-            pairs = zip(ranks, needs, strict=True)
-            here = {info.device: need.device_free_bytes for info, need in pairs if info.node_id == node_id}
-            gpus = tuple(free for free in here.values() if free is not None)
+            here = {
+                info.device: need.device for info, need in zip(ranks, needs, strict=True) if info.node_id == node_id
+            }
+            gpus = tuple(device.free for device in here.values() if device is not None)
             self._nodes[node_id] = replace(facts, gpu_free_bytes=gpus)
         report = self.report()
         report.raise_if_wrong()
@@ -323,25 +317,21 @@ def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iter
         hosts.setdefault(info.node_id, []).append(info.rank)
         gpus.setdefault((info.node_id, info.device), []).append(info.rank)
     for members in hosts.values():
-        free = min(needs[rank].host_free_bytes for rank in members)
-        load = sum(needs[rank].host_bytes for rank in members)
-        training = sum(needs[rank].host_training_bytes for rank in members)
         named = f"ranks {', '.join(map(str, members))} on node {ranks[members[0]].node_ip}"
         cure = "spread the ranks over more nodes, or load in a narrower dtype"
-        yield from _short(f"host memory of {named}", load, training, free, cure)
+        yield from _short(f"host memory of {named}", [needs[rank].host for rank in members], cure)
     for (_, device), members in gpus.items():
-        gpu_free = [found for rank in members if (found := needs[rank].device_free_bytes) is not None]
-        if gpu_free:
-            who = f"rank {members[0]} (" if len(members) == 1 else f"ranks {', '.join(map(str, members))} (together on "
-            named = f"GPU memory of {who}{device} of node {ranks[members[0]].node_ip})"
-            load = sum(needs[rank].device_bytes for rank in members)
-            training = sum(needs[rank].device_training_bytes for rank in members)
-            cure = "use more ranks" if len(members) == 1 else "give each rank more of a GPU: Placement(gpus_per_rank=1)"
-            cure += ", or Sharding(cpu_offload=True), or end what else uses the GPU"
-            yield from _short(named, load, training, min(gpu_free), cure)
+        who = f"rank {members[0]} (" if len(members) == 1 else f"ranks {', '.join(map(str, members))} (together on "
+        named = f"GPU memory of {who}{device} of node {ranks[members[0]].node_ip})"
+        cure = "use more ranks" if len(members) == 1 else "give each rank more of a GPU: Placement(gpus_per_rank=1)"
+        cure += ", or Sharding(cpu_offload=True), or end what else uses the GPU"
+        yield from _short(named, [need for rank in members if (need := needs[rank].device) is not None], cure)
 
 
-def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterator[Finding]:
+def _short(what: str, needs: Sequence[Need], cure: str) -> Iterator[Finding]:
+    """Add up the needs of ranks that share memory, and yield a finding if it is short."""
+    load, training = sum(need.load for need in needs), sum(need.training for need in needs)
+    free = min((need.free for need in needs), default=0)
     if load > free:
         amounts = f"{size(load)} are needed for shards and load, {size(free)} are free"
         yield Finding(True, "memory", f"{what}: {amounts}: short by {size(load - free)}; {cure}")

@@ -17,14 +17,14 @@ from raysharding.group.launch.launch import RunningGroup, make
 from raysharding.group.launch.spec import check_fit, open_spec
 from raysharding.group.launch.start_report import StartClock
 from raysharding.group.messages import FilesRecord, GroupState
-from raysharding.html import html_report, html_rows
 from raysharding.models import Adapted
+from raysharding.report import Report, Table
 
 _STOP_S = 60.0
 
 
-@dataclass(frozen=True)
-class RestartReport:
+@dataclass(frozen=True, repr=False)
+class RestartReport(Report):
     """Report of a restart."""
 
     why: str
@@ -36,9 +36,12 @@ class RestartReport:
     seconds: float
     """Time that the restart took."""
 
-    def _repr_html_(self) -> str:
+    def _title(self) -> str:
+        return "restarted"
+
+    def _parts(self) -> list[Table]:
         rows = [("why", self.why), ("checkpoint", self.checkpoint), ("ranks", str(self.world_size))]
-        return html_report("restarted", html_rows((), [*rows, ("time", f"{self.seconds:.2f} s")]))
+        return [Table((), [*rows, ("time", f"{self.seconds:.2f} s")])]
 
 
 def restart(

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raysharding.group.cluster import text_table
-from raysharding.html import html_report, html_rows
+from raysharding.report import Report, Table
 
 _HEADER = ("phase", "seconds", "on the slowest rank")
 _LEAST_S = 0.05
@@ -27,8 +26,8 @@ class StartPhase:
     model's code is imported while ranks connect: such parts are longer than what the driver waited for them."""
 
 
-@dataclass(frozen=True)
-class StartReport:
+@dataclass(frozen=True, repr=False)
+class StartReport(Report):
     """Report of a start or restart. `str(report)` is for people, `as_dict()` for programs."""
 
     phases: tuple[StartPhase, ...]
@@ -48,20 +47,14 @@ class StartReport:
         longest = [f"{one.name} {one.seconds:.1f}" for one in self.phases if one.seconds >= _LEAST_S]
         return f"{self._title()}{': ' if longest else ''}{', '.join(longest)}"
 
-    def __str__(self) -> str:
-        return f"{self._title()}\n{text_table(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        return html_report(self._title(), html_rows(_HEADER, self._rows()))
-
     def _title(self) -> str:
         return f"ready after {self.seconds:.2f} s"
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        return [(one.name, f"{one.seconds:.2f}", _parts(one.slowest)) for one in self.phases]
+    def _parts(self) -> list[Table]:
+        return [Table(_HEADER, [(one.name, f"{one.seconds:.2f}", _listed(one.slowest)) for one in self.phases])]
 
 
-def _parts(seconds: Mapping[str, float]) -> str:
+def _listed(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
 
 

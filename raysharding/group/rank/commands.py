@@ -155,8 +155,7 @@ class RankCommands:
     def memory_need(self, optimizer: Callable[..., torch.optim.Optimizer] | None) -> MemoryNeed:
         """Return the memory that a load of the built module needs, and the free memory. Not collective."""
         worker = self._worker
-        assert worker.checkpoint is not None, "build comes before memory_need"
-        return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint, optimizer)
+        return memory_need(worker.module, worker.device, worker.status.loading, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> Any:
         """Build the sharded module on meta; collective.

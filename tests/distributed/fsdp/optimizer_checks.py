@@ -43,6 +43,7 @@ from raysharding.distributed import (
     sharded_optim_state_dict,
     state_dict_type,
 )
+from raysharding.distributed.fully_shard import TensorTable
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.optim import adapt
 from raysharding.distributed.saving.optimizer_files import OptimizerLoad
@@ -509,7 +510,7 @@ def check_offloaded(root: Path) -> None:
         optimizer.step()
         save_checkpoint(module, root / f"offload-{offload}", optimizer=optimizer)
         load = OptimizerLoad.plan(module, optimizer, root / f"offload-{offload}")
-        table = load.table()
+        table = TensorTable(load.target.tensors, like=load.module)
         materialize(table, torch.device("meta"))
         shards = [tensor for tensor in table.tensors.values() if isinstance(tensor, DTensor)]
         assert {shard._local_tensor.device.type for shard in shards} == {"cpu" if offload else "meta"}

@@ -40,7 +40,7 @@ def test_buckets_lie_end_to_end(case: tuple[int, list[PlannedTensor]], bucket_by
     bucket_bytes = max(bucket_bytes, total // 100)
     plan = plan_in_order(planned, num_shards, bucket_bytes)
     reached = (0, 0)
-    for bucket in plan.buckets:
+    for bucket in plan:
         pieces = sorted(
             (segment.tensor, segment.start, segment.stop) for section in bucket.sections for segment in section.segments
         )
@@ -54,7 +54,7 @@ def test_buckets_lie_end_to_end(case: tuple[int, list[PlannedTensor]], bucket_by
         start, stop = planned[index].layout.local_range(max(shard, 0))
         assert found[0][0] == start
         assert found[-1][1] == stop
-    assert sum(bucket.payload_bytes for bucket in plan.buckets) == total
+    assert sum(bucket.payload_bytes for bucket in plan) == total
 
 
 def save_and_train(root: Path, uri: str) -> list[str]:

@@ -38,7 +38,7 @@ def tensors(draw: st.DrawFn) -> tuple[int, list[PlannedTensor]]:
 def ranges_of(plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(tensor, shard index) → its ranges in the order of the stream."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for bucket in plan.buckets:
+    for bucket in plan:
         for section in bucket.sections:
             for segment in section.segments:
                 found.setdefault((segment.tensor, section.shard_index), []).append((segment.start, segment.stop))
@@ -67,7 +67,7 @@ def test_buckets_stay_inside_their_bounds(case: tuple[int, list[PlannedTensor]],
     num_shards, planned = case
     plan = plan_buckets(planned, num_shards, bucket_bytes)
     assert plan.max_bucket_bytes <= bucket_bytes
-    for bucket in plan.buckets:
+    for bucket in plan:
         assert bucket.num_bytes <= plan.max_bucket_bytes
         position = 0
         for section in bucket.sections:
@@ -89,7 +89,7 @@ def test_unwanted_shards_only_lack_their_segments(case: tuple[int, list[PlannedT
     num_shards, planned = case
     whole = plan_buckets(planned, num_shards, size)
     part = plan_buckets(planned, num_shards, size, wanted=(shard,))
-    for bucket, same in zip(whole.buckets, part.buckets, strict=True):
+    for bucket, same in zip(whole, part, strict=True):
         assert (bucket.num_bytes, bucket.payload_bytes) == (same.num_bytes, same.payload_bytes)
         assert bucket.payload_bytes == sum(item.num_bytes for section in bucket.sections for item in section.segments)
         for section, other in zip(bucket.sections, same.sections, strict=True):
@@ -102,8 +102,8 @@ def test_unwanted_shards_only_lack_their_segments(case: tuple[int, list[PlannedT
 def test_a_large_tensor_spans_buckets_and_its_segments_are_messages_of_their_own() -> None:
     layout = TensorLayout("large", (4096, 1024), torch.float32, 4)
     plan = plan_buckets([PlannedTensor(layout, torch.float32)], 4, 4 << 20)
-    assert len(plan.buckets) in (4, 5)
-    for bucket in list(plan.buckets)[:-1]:
+    assert len(plan) in (4, 5)
+    for bucket in list(plan)[:-1]:
         assert [len(section.direct) for section in bucket.sections] == [1, 1, 1, 1]
         assert all(section.direct[0].num_bytes >= DIRECT_BYTES for section in bucket.sections)
         assert bucket.num_bytes > 3.9 * (1 << 20)
@@ -112,9 +112,9 @@ def test_a_large_tensor_spans_buckets_and_its_segments_are_messages_of_their_own
 def test_padding_is_small_beside_the_bytes() -> None:
     planned = [PlannedTensor(TensorLayout(str(i), (64, 33), torch.bfloat16, 4), torch.bfloat16) for i in range(2000)]
     plan = plan_buckets(planned, 4, 1 << 20)
-    payload = sum(bucket.payload_bytes for bucket in plan.buckets)
+    payload = sum(bucket.payload_bytes for bucket in plan)
     assert payload == 2000 * 64 * 33 * 2
-    assert sum(bucket.num_bytes for bucket in plan.buckets) <= 1.02 * payload
+    assert sum(bucket.num_bytes for bucket in plan) <= 1.02 * payload
 
 
 def test_a_plan_for_many_ranks_takes_little_memory() -> None:
@@ -128,18 +128,18 @@ def test_a_plan_for_many_ranks_takes_little_memory() -> None:
     tracemalloc.start()
     try:
         plan = plan_buckets(planned, 64, 32 << 20)
-        for index in (0, 7, *range(len(plan.buckets) - 40, len(plan.buckets))):
-            assert len(plan.buckets[index].sections) == 64
+        for index in (0, 7, *range(len(plan) - 40, len(plan))):
+            assert len(plan[index].sections) == 64
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(plan.buckets) > 4000
+    assert len(plan) > 4000
     assert peak < 4 << 20, f"{held} bytes held, {peak} at the peak"
 
 
 def test_a_bucket_is_the_same_whenever_it_is_looked_at() -> None:
     planned = [PlannedTensor(TensorLayout(str(i), (64, 33), torch.bfloat16, 4), torch.bfloat16) for i in range(800)]
-    buckets = plan_buckets(planned, 4, 32 << 10).buckets
+    buckets = plan_buckets(planned, 4, 32 << 10)
     first = list(buckets)
     assert len(buckets) == len(first) > 40
     assert [buckets[index] for index in reversed(range(len(buckets)))] == first[::-1]

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
+from raysharding.distributed.fully_shard.layout import TensorLayout
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
 from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.memory import back, host_memory_bytes, prefault
@@ -78,9 +78,9 @@ def test_what_another_has_begun_is_backed_to_the_end() -> None:
 def test_shards_are_backed_before_they_are_written_and_not_when_they_are_read() -> None:
     layout = TensorLayout("weight", (16 * MIB,), torch.uint8, 1)
     plan = plan_buckets([PlannedTensor(layout, torch.uint8)], 1, 64 * MIB)
-    (segment,) = plan.buckets[0].sections[0].segments
+    (segment,) = plan[0].sections[0].segments
     tensor = untouched(16 * MIB)
-    local_shards = LocalShards(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_fresh=True)
+    local_shards = LocalShards(plan.tensors, {"weight": tensor}, is_fresh=True)
     before = host_memory_bytes()
     local_shards.values(segment)
     assert host_memory_bytes() - before <= 2 * MIB

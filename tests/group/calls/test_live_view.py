@@ -20,6 +20,7 @@ import torch
 
 from raysharding import ShardedModelGroup
 from raysharding.group.cluster import Picture
+from raysharding.report import Table
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -167,7 +168,7 @@ def test_group_that_is_dropped_is_freed_and_ends_its_view(checkpoint: Path) -> N
 
 
 def test_html_is_escaped() -> None:
-    picture = Picture("<b>", "12:00:00", ("a & b",), ("<i>",), (("<script>",),))
+    picture = Picture("<b>", "12:00:00", ("a & b",), Table(("<i>",), [("<script>",)]))
     shown = picture._repr_html_()
     assert "&lt;b&gt;" in shown
     assert "a &amp; b" in shown

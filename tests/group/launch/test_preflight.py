@@ -19,7 +19,7 @@ from torch import nn
 
 from raysharding import GroupBrokenError, Placement, PreflightError, ShardedModelGroup
 from raysharding.cli import main
-from raysharding.distributed.footprint import MemoryNeed
+from raysharding.distributed.footprint import MemoryNeed, Need
 from raysharding.distributed.transfer.memory import available_bytes
 from raysharding.group.cluster.nodes import NodeFacts, facts_here
 from raysharding.group.launch import preflight as preflight_run
@@ -225,9 +225,15 @@ def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
     ranks = [
         RankInfo(rank, f"node{rank // 2}", f"10.0.0.{rank // 2}", 1, rank % 2, f"cuda:{rank % 2}") for rank in range(4)
     ]
-    fine = MemoryNeed(100, 0, 1000, 10, 5, 20)
+    host_need, gpu_need = Need(100, 0, 1000), Need(10, 5, 20)
+    fine = MemoryNeed(host_need, gpu_need)
     assert list(check_memory(ranks, [fine] * 4)) == []
-    needs = [fine, fine, replace(fine, host_bytes=950), replace(fine, device_bytes=18)]
+    needs = [
+        fine,
+        fine,
+        MemoryNeed(host_need._replace(load=950), gpu_need),
+        MemoryNeed(host_need, gpu_need._replace(load=18)),
+    ]
     host, training = check_memory(ranks, needs)
     assert host.is_error
     assert host.message.startswith(
@@ -239,12 +245,13 @@ def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     ranks = [RankInfo(rank, "node", "10.0.0.1", 1, rank, f"cuda:{rank // 2}") for rank in range(4)]
-    needs = [MemoryNeed(0, 0, 1000, need, 5, free) for need, free in ((9, 20), (9, 19), (4, 20), (4, 20))]
+    on_gpus = [Need(load, 5, free) for load, free in ((9, 20), (9, 19), (4, 20), (4, 20))]
+    needs = [MemoryNeed(Need(0, 0, 1000), one) for one in on_gpus]
     (training,) = check_memory(ranks, needs)
     assert not training.is_error
     who = "GPU memory of ranks 0, 1 (together on cuda:0 of node 10.0.0.1): "
     assert training.message.startswith(f"{who}28 B are needed with gradients and optimizer state, 19 B are free")
-    (short,) = check_memory(ranks, [replace(one, device_bytes=10, device_training_bytes=0) for one in needs])
+    (short,) = check_memory(ranks, [MemoryNeed(Need(0, 0, 1000), one._replace(load=10, training=0)) for one in on_gpus])
     assert short.is_error
     assert short.message.startswith(f"{who}20 B are needed for shards and load, 19 B are free: short by 1 B")
     assert "Placement(gpus_per_rank=1)" in short.message

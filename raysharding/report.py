@@ -1,20 +1,55 @@
-"""Reports as HTML, for notebooks: tables, and a curve as SVG."""
+"""Reports for people: as text, and in notebooks as HTML, with a curve as SVG."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 _MAX_POINTS = 500
 _WIDTH, _HEIGHT, _MARGIN = 480, 140, 18
 
 
-def html_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format rows of strings as an HTML table; without a header if it is empty."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+class Table(NamedTuple):
+    """A table of a report."""
+
+    header: Sequence[str]
+    """Names of the columns; empty for rows of a name and a text."""
+    rows: Sequence[Sequence[str]]
+    """Cells of each row."""
+
+    def __str__(self) -> str:
+        if not self.header:
+            return "\n".join(f"  {name:<10} {text}" for name, text in self.rows)
+        every = (self.header, *self.rows)
+        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in every]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def html(self) -> str:
+        """Return the table as HTML."""
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.header)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+
+
+class Report:
+    """Base of reports: a title with tables and lines below it, as text, and in notebooks as HTML."""
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _parts(self) -> Iterable[Table | str]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, (self._title(), *self._parts())))
+
+    def _repr_html_(self) -> str:
+        return html_report(
+            self._title(), *(part.html() if isinstance(part, Table) else html_line(part) for part in self._parts())
+        )
 
 
 def html_report(title: str, *parts: str) -> str:
@@ -22,9 +57,9 @@ def html_report(title: str, *parts: str) -> str:
     return f"<div><b>{html.escape(title)}</b>{''.join(parts)}</div>"
 
 
-def html_lines(lines: Iterable[str]) -> str:
-    """Format lines of text."""
-    return "<br>".join(html.escape(line) for line in lines)
+def html_line(line: str) -> str:
+    """Return a line of text as HTML."""
+    return f"<div>{html.escape(line)}</div>"
 
 
 def svg_curve(name: str, values: Sequence[float], first: int) -> str:
