@@ -115,21 +115,6 @@ class Header:
     """`__metadata__`; empty where there is none."""
 
 
-def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """Read and check the header of one safetensors file.
-
-    Args:
-        path: Names the file in errors.
-        file: Index of the file in its checkpoint, kept in each `TensorInfo`.
-        num_bytes: Size of the whole file.
-        read: `(offset, length)` → bytes; fewer than `length` only at the end of the file.
-
-    Raises:
-        CheckpointError: The file's length, its header, or the entry of a tensor is wrong.
-    """
-    return parse_header(path, file, num_bytes, read_header_bytes(path, num_bytes, read))
-
-
 def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Read the bytes of the header, without its length. Checks only the length."""
     if num_bytes < _LENGTH_BYTES:

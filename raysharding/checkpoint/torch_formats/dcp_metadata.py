@@ -10,7 +10,6 @@ import io
 import math
 import os
 import pickle
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -30,12 +29,6 @@ MAX_METADATA_BYTES: Final = 1 << 30
 _MAX_INT64: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 64
 """Deepest nesting of a saved state."""
-_ERRORS: Final = (
-    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError),
-    *(RecursionError, RuntimeError, TypeError, ValueError, struct.error),
-)
-"""Errors of Python's unpickler and torch's classes on bytes that torch does not write."""
-
 _DTYPES: Final = frozenset({*NAME_OF_DTYPE, torch.complex128})
 """Dtypes whose elements are whole bytes."""
 
@@ -135,9 +128,7 @@ def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         for key, entry in metadata.state_dict_metadata.items():
             _add(found, key, entry, paths.get(key, (key,)))
-    except _ERRORS as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except Exception as error:  # Python's unpickler and torch's classes raise errors of many types
         what = str(error) if type(error) is ValueError else f"is not what torch writes: {type(error).__name__}: {error}"
         raise CheckpointError(what, path=path, tensor=key if isinstance(key, str) else None) from error
     return found

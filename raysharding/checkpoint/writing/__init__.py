@@ -9,7 +9,6 @@ from raysharding.checkpoint.writing.commit import (
     commit_staging,
     create_staging,
     is_left_over,
-    make_directory,
     remove_staging,
 )
 from raysharding.checkpoint.writing.file_plan import (

@@ -264,22 +264,6 @@ def remove_abandoned(staging: str) -> None:
     storage_of(hidden).remove_tree(hidden)
 
 
-def make_directory(path: str) -> None:
-    """Create a directory and its missing parents, and sync them to disk.
-
-    Raises:
-        OSError: The directory cannot be created.
-    """
-    made = []
-    parent = os.path.abspath(path)
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
-        made.append(parent)
-    os.makedirs(path, exist_ok=True)
-    for parent in made:
-        sync(parent)
-
-
 def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: Sequence[str] = ()) -> None:
     """Move files of a staging directory into a directory that holds others, and remove the staging directory.
 

@@ -24,7 +24,6 @@ from raysharding.checkpoint.writing import (
     commit_files,
     file_names,
     is_weight_name,
-    make_directory,
     plan_files,
     remove_left_overs,
     remove_staging,
@@ -210,7 +209,7 @@ def _staging_in(output: str) -> Iterator[str]:
     is_new = not os.path.isdir(output)
     target = os.path.join(output, _STAGED)
     try:
-        make_directory(output)
+        os.makedirs(output, exist_ok=True)
         remove_left_overs(target)
         path = make_staging(target, new_token())
     except OSError as error:
