@@ -308,7 +308,7 @@ def save_checkpoint(
 
     Returns:
         The same report on every rank. Wire: every byte but the writers' own, once. Memory: about one bucket (32 MiB)
-        a rank; with a URI four parts of 8 MiB more.
+        a rank; with a URI two parts of 8 MiB more.
 
     Raises:
         ValueError: On every rank: a bad `keep_last` or `dtype`, or a `dtype` with an `optimizer`.
