@@ -158,10 +158,6 @@ class _Unpickler(pickle._Unpickler):
         what = f"names {module}.{name}, which no checkpoint of tensors needs: it was not called, nor was anything"
         raise ValueError(f"{what}; is the file from a source that you trust?")
 
-    def get_extension(self, code: int) -> None:
-        """Refuse codes of copyreg's extension registry, which is state of this process."""
-        raise pickle.UnpicklingError(f"extension code {code}")
-
     def load_build(self) -> None:
         """Refuse to set attributes of a class or a function, which are state of this process."""
         if not is_dataclass(type(self.stack[-2])):  # type: ignore[attr-defined]  # typeshed leaves out the stack
