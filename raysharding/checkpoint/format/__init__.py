@@ -16,7 +16,6 @@ from raysharding.checkpoint.format.header import (
     header_sha256,
     is_text,
     parse_object,
-    read_header,
 )
 from raysharding.checkpoint.format.index import MAX_JSON_BYTES, read_beside, read_json
 from raysharding.checkpoint.format.locate import locate, seen_here

@@ -11,12 +11,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from raysharding.checkpoint.format.header import Header, header_sha256, parse_header, read_header_bytes
-from raysharding.checkpoint.format.index import (
-    FileSet,
-    read_beside,
-    read_json,
-    resolve_files,
-)
+from raysharding.checkpoint.format.index import FileSet, read_json, resolve_files
 from raysharding.checkpoint.format.locate import locate
 from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
@@ -128,14 +123,6 @@ class Checkpoint:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
             ) from error
-
-    def read_beside(self, name: str, max_bytes: int) -> bytes | None:
-        """Read a whole file beside the weights, at most `max_bytes`; `None` where there is none.
-
-        Raises:
-            CheckpointError: The file is larger, leaves the checkpoint by a symlink, is not regular, or cannot be read.
-        """
-        return read_beside(storage_of(self.directory), self.directory, name, max_bytes)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint:

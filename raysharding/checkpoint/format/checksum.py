@@ -38,15 +38,14 @@ def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
 class Checksums:
     """CRC-32 of tensors that arrive in pieces. Thread-safe.
 
-    `add` takes the pieces that this rank reads. Adjacent pieces of a tensor are joined, so `pieces` returns little for
-    the other ranks: one piece for each run of bytes. Ranks may read the same bytes (replicas do); the values must then
-    be equal.
+    `add` takes the pieces that this rank reads. A piece is joined to one that ends where it begins, so `pieces` returns
+    little for the other ranks: one piece for each run of bytes that was read in order. Ranks may read the same bytes
+    (replicas do); the values must then be equal.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._own: dict[str, dict[int, tuple[int, int]]] = {}  # tensor → end → (start, CRC-32)
-        self._further: dict[str, set[tuple[int, int, int]]] = {}  # tensor → (start, end, CRC-32), not to be joined
+        self._pieces: dict[str, dict[int, list[tuple[int, int]]]] = {}  # tensor → end → (start, CRC-32) of each piece
 
     def add(self, tensor: str, start_byte: int, data: Data | Sequence[Data]) -> None:
         """Add a part of a tensor, as it is in the file: one pass over the bytes, best while they are in cache.
@@ -64,19 +63,25 @@ class Checksums:
             end += view.nbytes
         if end > start_byte:
             with self._lock:
-                self._add(tensor, start_byte, end, crc)
+                pieces = self._pieces.setdefault(tensor, {})
+                if before := pieces.get(start_byte):
+                    # Joined to the left only: the length of the added piece repeats, so its operator is in the cache.
+                    first, crc_before = before.pop()
+                    crc = crc32_combine(crc_before, crc, end - start_byte)
+                    start_byte = first
+                _put(pieces, start_byte, end, crc)
 
     def merge(self, pieces: Pieces) -> None:
         """Add what `pieces` returned on another rank. This rank's own pieces may be added again."""
         with self._lock:
             for tensor, further in pieces.items():
-                self._further.setdefault(tensor, set()).update((start, end, crc) for start, end, crc in further)
+                for start, end, crc in further:
+                    _put(self._pieces.setdefault(tensor, {}), start, end, crc)
 
     def pieces(self) -> dict[str, list[list[int]]]:
         """Return tensor → [first byte, end byte, CRC-32] of each piece, a JSON value, for `merge` on another rank."""
         with self._lock:
-            names = dict.fromkeys((*self._own, *self._further))
-            return {tensor: [list(piece) for piece in self._sorted(tensor)] for tensor in names}
+            return {tensor: [list(piece) for piece in self._sorted(tensor)] for tensor in self._pieces}
 
     def value(self, tensor: str, num_bytes: int) -> int | None:
         """Return the CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces lack it (see `problem`)."""
@@ -86,26 +91,9 @@ class Checksums:
         """Say why `value` returns `None`: bytes not read, or read with different values. Empty where it does not."""
         return self._combine(tensor, num_bytes)[1]
 
-    def _add(self, tensor: str, start: int, end: int, crc: int) -> None:
-        own = self._own.setdefault(tensor, {})
-        # Joined to the left only: the length of the added piece repeats, so its operator is in the cache.
-        if start in own:
-            first, before = own.pop(start)
-            start, crc = first, crc32_combine(before, crc, end - start)
-        if end in own:
-            self._further.setdefault(tensor, set()).add((start, end, crc))
-        else:
-            own[end] = start, crc
-
     def _sorted(self, tensor: str) -> list[tuple[int, int, int]]:
-        """Return all pieces of a tensor by start. This rank's own are joined where they are adjacent."""
-        joined: list[tuple[int, int, int]] = []
-        for start, end, crc in sorted((start, end, crc) for end, (start, crc) in self._own.get(tensor, {}).items()):
-            if joined and joined[-1][1] == start:
-                first, _, before = joined.pop()
-                start, crc = first, crc32_combine(before, crc, end - start)
-            joined.append((start, end, crc))
-        return sorted({*joined, *self._further.get(tensor, ())})
+        """Return start, end and CRC-32 of all pieces of a tensor, by start."""
+        return sorted((start, end, crc) for end, found in self._pieces.get(tensor, {}).items() for start, crc in found)
 
     def _combine(self, tensor: str, num_bytes: int) -> tuple[int | None, str]:
         """Combine the pieces from the first byte to the last; where two paths lead to a byte, they must agree."""
@@ -129,6 +117,13 @@ class Checksums:
         if loose:
             return None, f"bytes [0, {min(loose)}) were read twice, in pieces that overlap"
         return prefix[num_bytes], ""
+
+
+def _put(pieces: dict[int, list[tuple[int, int]]], start: int, end: int, crc: int) -> None:
+    """Add a piece, unless it is there."""
+    ending = pieces.setdefault(end, [])
+    if (start, crc) not in ending:
+        ending.append((start, crc))
 
 
 def _multiply(left: int, right: int) -> int:

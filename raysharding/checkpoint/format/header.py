@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -21,8 +22,6 @@ from raysharding.errors import CheckpointError, shown
 
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape of a surrogate. Half a pair can only come from one; whole pairs match too, and are checked again."""
-_MAX_DIGITS: Final = 300
-"""Most digits of an integer that certainly fits a double."""
 
 
 def parse_object(data: bytes, *, strict: bool = True) -> dict[str, Any]:
@@ -30,8 +29,8 @@ def parse_object(data: bytes, *, strict: bool = True) -> dict[str, Any]:
 
     Args:
         data: UTF-8 text.
-        strict: Refuse what Python's JSON dialect adds to JSON: a key given twice, a NaN or Infinity, a number that no
-            double can hold, a string that is not Unicode text.
+        strict: Refuse what Python's JSON dialect adds to JSON: a key given twice, a NaN or Infinity, a string that is
+            not Unicode text.
 
     Raises:
         ValueError: Not UTF-8, not JSON, not an object, nested too deep, or refused as above. The message says which.
@@ -39,7 +38,8 @@ def parse_object(data: bytes, *, strict: bool = True) -> dict[str, Any]:
     try:
         # Decoded first: json.loads(bytes) would also accept UTF-16 and UTF-32, which other readers refuse.
         text = data.decode("utf-8")
-        parsed = json.loads(text, **_STRICT if strict else {})
+        hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse_constant} if strict else {}
+        parsed = json.loads(text, **hooks)
         if strict and _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
             raise ValueError("holds a string that is not Unicode text")
     except RecursionError:
@@ -62,40 +62,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object; refuse a duplicate key, since readers differ on which value counts."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"gives the key {shown(key)} twice")
-            seen.add(key)
-    for key in result:
-        if not is_text(key):
-            raise ValueError(f"has the key {shown(key)}, which is not Unicode text")
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"gives the key {shown(twice)} twice")
     return result
 
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"holds {text}, which is not JSON")
 
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"holds the number {text[:20]}..., which no double can hold")
-    return number
-
-
-def _whole(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        _finite(text)
-    return int(text)
-
-
-_STRICT: Final[Mapping[str, Any]] = {
-    "object_pairs_hook": _unique,
-    "parse_constant": _refuse_constant,
-    "parse_float": _finite,
-    "parse_int": _whole,
-}
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest header that is read, as in the safetensors library."""
@@ -113,21 +87,6 @@ class Header:
     """In file order."""
     metadata: dict[str, str]
     """`__metadata__`; empty where there is none."""
-
-
-def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """Read and check the header of one safetensors file.
-
-    Args:
-        path: Names the file in errors.
-        file: Index of the file in its checkpoint, kept in each `TensorInfo`.
-        num_bytes: Size of the whole file.
-        read: `(offset, length)` → bytes; fewer than `length` only at the end of the file.
-
-    Raises:
-        CheckpointError: The file's length, its header, or the entry of a tensor is wrong.
-    """
-    return parse_header(path, file, num_bytes, read_header_bytes(path, num_bytes, read))
 
 
 def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
@@ -182,8 +141,8 @@ def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict):
         raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
     for key, value in metadata.items():
-        if not isinstance(value, str) or not is_text(value):
-            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string of Unicode text"
+        if not isinstance(value, str):
+            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string"
             raise CheckpointError(what, path=path)
     return metadata
 

@@ -18,7 +18,7 @@ from raysharding.checkpoint.format.names import (
     INDEX_NAME,
     SINGLE_NAME,
 )
-from raysharding.checkpoint.format.staging import find_set_aside, is_staging_path
+from raysharding.checkpoint.format.staging import find_set_aside, staged_name
 from raysharding.checkpoint.storage import (
     Storage,
     is_remote,
@@ -127,7 +127,7 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
 
 
 def _resolve_directory(storage: Storage, directory: str) -> FileSet:
-    if not is_remote(directory) and is_staging_path(directory):
+    if not is_remote(directory) and staged_name(split_path(directory)[1]) is not None:
         raise CheckpointError("is the temporary directory of an unfinished save: its files are partial", path=directory)
     names = storage.list_names(directory)
     if INDEX_NAME in names:

@@ -53,11 +53,6 @@ def staging_name(name: str, token: str) -> str:
     return f".{name}.tmp-{token}"
 
 
-def is_staging_path(path: str) -> bool:
-    """Return True if `path` has the name of an uncommitted staging directory."""
-    return staged_name(os.path.basename(path)) is not None
-
-
 def staged_name(name: str) -> str | None:
     """Return the name of a staging directory's destination; `None` where `name` is not that of a staging directory."""
     match = _NAME.fullmatch(name)

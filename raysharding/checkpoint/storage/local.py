@@ -32,7 +32,10 @@ def file_system_type(path: str) -> str:
     scheme = scheme_of(path)
     if scheme is not None:
         return scheme
-    return _type_in(_read_mounts(), os.fsencode(os.path.realpath(path)))
+    place = os.fsencode(os.path.realpath(path))
+    # Of mounts on one point, the last one hides the others.
+    inside = [one for one in _mounts() if place == one[0] or place.startswith(one[0].rstrip(b"/") + b"/")]
+    return max(reversed(inside), key=lambda mount: len(mount[0]), default=(b"", "unknown"))[1]
 
 
 def is_mount_point(path: str) -> bool:
@@ -42,31 +45,19 @@ def is_mount_point(path: str) -> bool:
         path: A normal path without symlinks.
     """
     # The table may be unreadable; `ismount` compares device numbers.
-    return os.fsencode(path) in map(_mount_point, _read_mounts().splitlines()) or os.path.ismount(path)
+    return any(point == os.fsencode(path) for point, _ in _mounts()) or os.path.ismount(path)
 
 
-def _read_mounts() -> bytes:
-    """Return this process's mount table; empty where it cannot be read."""
+def _mounts() -> list[tuple[bytes, str]]:
+    """Return mount point and file system type of this process's mounts; empty where the table cannot be read."""
     try:
         with open(_MOUNTS, "rb") as file:
-            return file.read()
+            lines = file.read().splitlines()
     except OSError:
-        return b""
-
-
-def _mount_point(line: bytes) -> bytes:
-    return _ESCAPE.sub(lambda escape: bytes([int(escape[1], 8)]), line.split(b" ")[4])
-
-
-def _type_in(mounts: bytes, path: bytes) -> str:
-    """Find the mount point that is the longest prefix of `path`; a later mount on one point hides an earlier one."""
-    longest, found = b"", "unknown"
-    for line in mounts.splitlines():
-        point, rest = _mount_point(line), line.partition(b" - ")[2]
-        inside = path == point or path.startswith(point.rstrip(b"/") + b"/")
-        if inside and len(point) >= len(longest):
-            longest, found = point, os.fsdecode(rest.split(b" ")[0])
-    return found
+        return []
+    points = [_ESCAPE.sub(lambda escape: bytes([int(escape[1], 8)]), line.split(b" ")[4]) for line in lines]
+    types = [os.fsdecode(line.partition(b" - ")[2].split(b" ")[0]) for line in lines]
+    return list(zip(points, types, strict=True))
 
 
 _MAX_VIEWS: Final = os.sysconf("SC_IOV_MAX")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
 
 from raysharding.checkpoint.storage.interface import os_errors
 from raysharding.checkpoint.storage.remote import remote_storage
-from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, first_line
+from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, first_line, in_thread
 from raysharding.checkpoint.storage.uri import is_remote
 from raysharding.errors import CheckpointError
 
-_NUM_PARTS: Final = 2
-"""Parts queued behind the one that is being sent."""
+_STALL_S: Final = 8.0
+"""pyarrow notices a stalled answer after 8 s at the earliest, whatever its deadline is."""
 
 
 def open_output(path: str, *, join: bool = False) -> Output:
@@ -72,28 +75,24 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """An object, which a thread sends in parts while the caller writes the next ones; readers see it once finished.
+    """An object, of which a part is sent while the caller writes the next one; readers see it once finished.
 
     pyarrow's streams accept bytes in file order only, so bytes that are written early stay in memory until those before
-    them arrive; `distributed.transfer` writes in order. Memory: the early bytes, and `_NUM_PARTS` + 2 parts.
+    them arrive; `distributed.transfer` writes in order. Memory: the early bytes, and two parts.
     """
 
     def __init__(self, path: str, options: RemoteOptions = DEFAULT_REMOTE) -> None:
         self._path = path
         self._part_bytes = options.part_bytes
         # pyarrow retries parts (see Note [Retries]); this deadline covers all tries of one part.
-        self._timeout_s = options.request_s * options.num_tries
+        self._timeout_s = (options.request_s + _STALL_S) * options.num_tries
         self._storage = remote_storage(options)
         self._stream = self._storage.open_output(path)
         self._lock = threading.Lock()
         self._early: dict[int, bytes] = {}
         self._part = bytearray()
         self._next = 0
-        self._error: CheckpointError | None = None
-        self._is_given_up = False
-        self._parts: queue.Queue[bytearray | None] = queue.Queue(_NUM_PARTS)
-        self._thread = threading.Thread(target=self._send, name="raysharding-upload", daemon=True)
-        self._thread.start()
+        self._sending: Future[Any] | None = None
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
         """See `LocalOutput`."""
@@ -108,63 +107,41 @@ class RemoteOutput:
     def finish(self) -> None:
         """See `LocalOutput`."""
         assert not self._early, "every byte was written"
-        self._put(self._part)
-        self._end()
-        if self._error is not None:
-            raise self._error
-        try:
-            self._stream.close()
-        except OSError as error:
-            raise self._failed(error) from error
+        self._send(partial(self._stream.write, self._part))
+        self._send(self._stream.close)
+        self._wait()
 
     def abort(self) -> None:
         """See `LocalOutput`. A stream cannot be discarded: it is closed and its object removed; no index names it."""
-        self._is_given_up = True
-        try:
-            self._end()
-            self._stream.close()
-            self._storage.remove(self._path)
-        except (OSError, CheckpointError):
-            return  # the error that led to the abort is the one to report
+        with suppress(OSError, CheckpointError):  # the error that led to the abort is the one to report
+            with suppress(CheckpointError):
+                self._wait()
+            if self._sending is None or self._sending.done():
+                self._stream.close()
+                self._storage.remove(self._path)
 
     def _append(self, view: memoryview) -> None:
         self._next += view.nbytes
         self._part += view
         if len(self._part) >= self._part_bytes:
-            self._put(self._part)
+            self._send(partial(self._stream.write, self._part))
             self._part = bytearray()
 
-    def _put(self, part: bytearray | None) -> None:
-        if self._error is not None and part is not None:
-            raise self._error
+    def _send(self, send: Callable[[], Any]) -> None:
+        self._wait()
+        self._sending = in_thread(send)
+
+    def _wait(self) -> None:
+        """Wait until the part that is being sent has arrived. Once one has failed, every call raises its error."""
         try:
-            self._parts.put(part, timeout=self._timeout_s)
-        except queue.Full:
-            raise self._stalled() from None
-
-    def _end(self) -> None:
-        """Wait until the thread has sent all parts or failed."""
-        self._put(None)
-        self._thread.join(self._timeout_s * (_NUM_PARTS + 1))
-        if self._thread.is_alive():
-            raise self._stalled()
-
-    def _send(self) -> None:
-        while (part := self._parts.get()) is not None:
-            if self._error is not None or self._is_given_up:
-                continue  # the next `_put` raises the error
-            try:
-                self._stream.write(part)
-            except (OSError, ValueError) as error:
-                self._error = self._failed(error)
-                self._error.__cause__ = error
-
-    def _stalled(self) -> CheckpointError:
-        return CheckpointError(f"cannot be written: the store took nothing for {self._timeout_s:g} s", path=self._path)
-
-    def _failed(self, error: Exception) -> CheckpointError:
-        cure = "nothing was committed: check the store, its credentials and the network"
-        return CheckpointError(f"cannot be written: {first_line(error)}; {cure}", path=self._path)
+            if self._sending is not None:
+                self._sending.result(self._timeout_s)
+        except TimeoutError:
+            what = f"cannot be written: the store took nothing for {self._timeout_s:g} s"
+            raise CheckpointError(what, path=self._path) from None
+        except (OSError, ValueError) as error:
+            cure = "nothing was committed: check the store, its credentials and the network"
+            raise CheckpointError(f"cannot be written: {first_line(error)}; {cure}", path=self._path) from error
 
 
 def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:

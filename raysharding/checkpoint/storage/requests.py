@@ -138,10 +138,7 @@ class Requests:
             with self._permits:
                 if stop.done():
                     return
-                answer: Future[Any] = Future()
-                threading.Thread(
-                    target=_carry_out, args=(job.send, answer), name="raysharding-fetch", daemon=True
-                ).start()
+                answer = in_thread(job.send)
                 wait((answer, stop), options.request_s, FIRST_COMPLETED)
                 if stop.done():
                     return
@@ -164,6 +161,13 @@ class Requests:
 def _end(stop: Future[None]) -> None:
     with suppress(InvalidStateError):  # already ended
         stop.set_result(None)
+
+
+def in_thread(send: Callable[[], Any]) -> Future[Any]:
+    """Send a request in a thread that a process does not wait for when it ends; return its answer."""
+    answer: Future[Any] = Future()
+    threading.Thread(target=_carry_out, args=(send, answer), name="raysharding-request", daemon=True).start()
+    return answer
 
 
 def _carry_out(send: Callable[[], Any], future: Future[Any]) -> None:

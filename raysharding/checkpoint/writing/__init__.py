@@ -9,7 +9,6 @@ from raysharding.checkpoint.writing.commit import (
     commit_staging,
     create_staging,
     is_left_over,
-    make_directory,
     remove_staging,
 )
 from raysharding.checkpoint.writing.file_plan import (
@@ -32,5 +31,5 @@ from raysharding.checkpoint.writing.retention import (
     remove_unfinished,
 )
 from raysharding.checkpoint.writing.save_files import is_save_name, is_weight_name
-from raysharding.checkpoint.writing.save_record import SaveRecord, other_entries, read_save_record, sidecars_to_copy
+from raysharding.checkpoint.writing.save_record import SaveRecord, read_save_record
 from raysharding.checkpoint.writing.writer import FileWriter

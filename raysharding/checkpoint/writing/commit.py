@@ -17,9 +17,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -32,11 +31,9 @@ from raysharding.checkpoint.format import (
     SAVE_RECORD_NAME,
     SINGLE_NAME,
     TRAINING_FOLDER,
-    lock,
     make_staging,
     new_token,
     renamed_staging,
-    staged_name,
     staging_path,
     unlock,
 )
@@ -75,61 +72,39 @@ def remove_save(path: str) -> None:
 
     Raises:
         CheckpointError: The storage cannot be reached, or refuses.
-        OSError: The directory cannot be renamed or removed.
+        OSError: The directory cannot be renamed.
     """
-    if is_remote(path) or other_entries(path):
-        _remove_own_entries(path)
-        return
-    hidden = staging_path(path, new_token())
-    # The directory gets the name of a staging directory: without a lock, another save would remove it.
-    lock(path)
-    try:
+    storage = storage_of(path)
+    if not is_remote(path) and not other_entries(path):
+        hidden = staging_path(path, new_token())
         os.rename(path, hidden)
-        _discard(hidden, path)
-    finally:
-        unlock(path)
-
-
-def _discard(directory: str, place: str) -> None:
-    """Remove a directory that was renamed. What no save wrote came into it since: it is kept, with a warning."""
-    others = other_entries(directory)
-    if not others:
-        shutil.rmtree(directory)
+        storage.remove_tree(hidden)
         return
-    _remove_own_entries(directory)
-    parent, name = os.path.split(place)
-    kept = os.path.join(parent, f".{name}.kept-{new_token()}")
-    os.rename(directory, kept)
-    what = f"{place}: {_listed(others)} came into it while it was replaced or removed: kept in {kept}"
-    warnings.warn(what, RuntimeWarning, stacklevel=4)
+    if storage.find(path).kind != "directory":
+        return
+    _remove_commits(storage, path)
+    _remove_files(storage, path, own_sidecars(path))
+    storage.remove(join_path(path, SAVE_RECORD_NAME))
+    _remove_if_empty(storage, path)
 
 
-def _remove_own_entries(directory: str) -> None:
-    storage = storage_of(directory)
-    copied = own_sidecars(directory)
-    _remove_save_files(storage, directory)
-    for name in (*copied, SAVE_RECORD_NAME):
-        storage.remove(join_path(directory, name))
-    for folder in (*reversed(folders_of(copied)), OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
-        where = join_path(directory, folder) if folder else directory
-        if storage.find(where).kind == "directory" and not storage.list_names(where):
-            storage.remove_tree(where)  # a store may keep the marker of an empty directory
+def _remove_files(storage: Storage, directory: str, copied: Collection[str]) -> None:
+    """Remove the files of a save and those that it copied, and folders that are empty then; all but its record."""
+    files = {*save_files(storage, directory), *(join_path(directory, name) for name in copied)}
+    storage.each(storage.remove, files - {join_path(directory, SAVE_RECORD_NAME)})
+    for folder in (*reversed(folders_of(copied)), OPTIMIZER_FOLDER, TRAINING_FOLDER):
+        _remove_if_empty(storage, join_path(directory, folder))
 
 
-def _remove_save_files(storage: Storage, directory: str) -> None:
-    """Remove the files of a save except its record; first those that make it a save."""
-    if _remove_commits(storage, directory):
-        record = join_path(directory, SAVE_RECORD_NAME)
-        storage.each(storage.remove, [path for path in save_files(storage, directory) if path != record])
+def _remove_if_empty(storage: Storage, directory: str) -> None:
+    if storage.find(directory).kind == "directory" and not storage.list_names(directory):
+        storage.remove_tree(directory)  # a store may keep the marker of an empty directory
 
 
-def _remove_commits(storage: Storage, directory: str) -> bool:
-    """Remove the files that make a directory a save; return False if there is no directory."""
-    if storage.find(directory).kind != "directory":
-        return False
+def _remove_commits(storage: Storage, directory: str) -> None:
+    """Remove the files that make a directory a save."""
     for name in (*COMMITS, MANIFEST_NAME):
         storage.remove(join_path(directory, name))
-    return True
 
 
 def _listed(entries: Sequence[str]) -> str:
@@ -218,7 +193,7 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
 
     At a remote URI, removes the checkpoint that is there, and what an interrupted save left; a new `SaveRecord` claims
-    the URI. It lists the small files of the old save, which stay until `sidecars_to_copy`: they may be the source's.
+    the URI. It lists the small files of the old save until they are gone.
 
     Returns:
         Absolute path of the empty staging directory; a remote URI itself.
@@ -228,10 +203,10 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     """
     check_destination(final, overwrite=overwrite)
     if is_remote(uri := os.fspath(final)):
-        storage = storage_of(uri)
+        storage, copied = storage_of(uri), own_sidecars(uri)
         _remove_commits(storage, uri)  # before the claim, with which they would be a save of this token
         replace(read_save_record(uri), token=token or new_token()).write(uri)
-        _remove_save_files(storage, uri)
+        _remove_files(storage, uri, copied)
         return uri
     destination = os.path.realpath(final)
     try:
@@ -249,8 +224,7 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     """Rename the staging directory to `final`. One rank calls this, after all ranks have closed their files.
 
     All files are synced to disk before the rename, and the rename before this returns. The old checkpoint is removed
-    after the new one has replaced it. Entries that came into it since `create_staging` are moved to the new one, or
-    where that is not possible kept beside it, with a warning.
+    after the new one has replaced it, with what came into its directory since `create_staging`.
 
     Raises:
         CheckpointError: Another save has taken the destination meanwhile, or the disk failed. `final` is then
@@ -270,59 +244,24 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     try:
         sync(os.path.dirname(path))
         if old is not None:
-            _take_late_entries(old, path)
-            _discard(old, path)
+            storage_of(old).remove_tree(old)
     except (OSError, CheckpointError) as error:
         # The save itself succeeded. Network file systems keep files that a reader has opened.
         undone = "its folder was not synced" if old is None else f"what is left of the old one is in {old}"
         warnings.warn(f"{path} is saved, but {undone}: {error}", RuntimeWarning, stacklevel=2)
-    finally:
-        unlock(path)
-
-
-def _take_late_entries(old: str, path: str) -> None:
-    for entry in other_entries(old):
-        with suppress(OSError):  # a mount point, or in the way of the new save's: `_discard` keeps it
-            os.makedirs(os.path.dirname(os.path.join(path, entry)), exist_ok=True)
-            os.rename(os.path.join(old, entry), os.path.join(path, entry))
 
 
 def remove_abandoned(staging: str) -> None:
     """Remove the staging directory of a killed process, or a checkpoint that one has replaced.
 
     Raises:
-        OSError: The directory cannot be renamed or removed.
-        CheckpointError: As OSError.
+        OSError: The directory cannot be renamed.
+        CheckpointError: It cannot be removed.
     """
     hidden = renamed_staging(staging, new_token())
-    lock(staging)
-    try:
-        # A writer that is alive after all must fail rather than commit a directory that is being removed.
-        os.rename(staging, hidden)
-        parent, name = os.path.split(staging)
-        token = read_save_record(hidden).token
-        if token and token not in name:  # of the save that was replaced: it may hold what came late
-            _discard(hidden, os.path.join(parent, staged_name(name) or name))
-        else:
-            shutil.rmtree(hidden)
-    finally:
-        unlock(staging)
-
-
-def make_directory(path: str) -> None:
-    """Create a directory and its missing parents, and sync them to disk.
-
-    Raises:
-        OSError: The directory cannot be created.
-    """
-    made = []
-    parent = os.path.abspath(path)
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
-        made.append(parent)
-    os.makedirs(path, exist_ok=True)
-    for parent in made:
-        sync(parent)
+    # A writer that is alive after all must fail rather than commit a directory that is being removed.
+    os.rename(staging, hidden)
+    storage_of(hidden).remove_tree(hidden)
 
 
 def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: Sequence[str] = ()) -> None:
@@ -369,8 +308,7 @@ def remove_staging(staging: str, token: str | None = None) -> None:
             storage.each(storage.remove, [path for path in save_files(storage, staging) if token in path])
         return
     try:
-        with os_errors("cannot remove the unfinished save", staging), suppress(FileNotFoundError):
-            shutil.rmtree(staging)
+        storage_of(staging).remove_tree(staging)
     finally:
         unlock(staging)
 
@@ -387,22 +325,16 @@ def _rename_new(staging: str, path: str) -> None:
 
 
 def _rename_over(staging: str, path: str) -> str:
-    """Rename `staging` to the existing directory `path`; return the present path of that directory, which is locked."""
-    # The old directory may get the name of a staging directory: without a lock, another save would remove it.
-    lock(path)
+    """Rename `staging` to the existing directory `path`; return the present path of that directory."""
+    if _exchange(staging, path):
+        return staging
+    parent, name = os.path.split(path)
+    old = os.path.join(parent, f".{name}.old-{new_token()}")
+    os.rename(path, old)
     try:
-        if _exchange(staging, path):
-            return staging
-        parent, name = os.path.split(path)
-        old = os.path.join(parent, f".{name}.old-{new_token()}")
-        os.rename(path, old)
-        try:
-            os.rename(staging, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-    except BaseException:
-        unlock(path)
+        os.rename(staging, path)
+    except OSError:
+        os.rename(old, path)
         raise
     return old
 

@@ -75,29 +75,20 @@ def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) 
 
 
 def make_folder(directory: str, name: str) -> str:
-    """Create a folder in a staging directory and return its path; an object store needs none.
+    """Create a folder and its missing parents in a directory, which must exist; an object store needs none.
 
-    Raises:
-        CheckpointError: The folder cannot be created.
-    """
-    path = join_path(directory, name)
-    if not is_remote(directory):
-        with os_errors("cannot make a directory", path):
-            os.mkdir(path)
-    return path
-
-
-def make_parents(directory: str, name: str) -> None:
-    """Create the missing folders of a relative path in a directory, which must exist; an object store needs none.
+    Returns:
+        The path of the folder.
 
     Raises:
         CheckpointError: A folder cannot be created.
     """
-    for folder in [] if is_remote(directory) else folders_of([name]):
+    for folder in [] if is_remote(directory) else [*folders_of([name]), name]:
         path = join_path(directory, folder)
         # Not `makedirs`: of a staging directory that another process removes, no part may come back.
         with os_errors("cannot make a directory", path), suppress(FileExistsError):
             os.mkdir(path)
+    return join_path(directory, name)
 
 
 def folders_of(names: Iterable[str]) -> list[str]:
@@ -116,5 +107,6 @@ def write_file(directory: str, name: str, data: bytes) -> None:
     Raises:
         CheckpointError: The disk is full or failed, or the store cannot be reached.
     """
-    make_parents(directory, name)
+    if parent := name.rpartition("/")[0]:
+        make_folder(directory, parent)
     storage_of(directory).put(join_path(directory, name), data)

@@ -7,7 +7,6 @@ Format of `raysharding.manifest.json`: {"format_version": 1, "algorithm": "crc32
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
@@ -26,8 +25,6 @@ from raysharding.errors import CheckpointError, shown
 
 FORMAT_VERSION: Final = 1
 """The only one so far."""
-_SHA256: Final = re.compile("[0-9a-f]{64}")
-_CRC32: Final = re.compile("[0-9a-f]{8}")
 _STALE: Final = (
     f"if the files were replaced on purpose, remove {MANIFEST_NAME}; if not, restore the files that were saved with it"
 )
@@ -110,21 +107,23 @@ class Manifest:
             path: Names the manifest in errors.
 
         Raises:
-            CheckpointError: The format or algorithm is unknown, or a field is missing or malformed.
+            CheckpointError: The format or algorithm is unknown, or a field is missing or malformed. A value that is no
+                size or checksum equals none of a file, so that `check_manifest` or `mismatches` names it.
         """
         version, algorithm = fields.get("format_version"), fields.get("algorithm")
         if type(version) is not int or version != FORMAT_VERSION or algorithm != ALGORITHM:
             what = f"is of format_version {shown(version)} with algorithm {shown(algorithm)}, but only "
             what += f"{FORMAT_VERSION} with {ALGORITHM!r} is known: upgrade raysharding, or remove the file"
             raise CheckpointError(what, path=path)
-        files = {
-            name: ManifestFile(*_fields(entry, "header_sha256", _SHA256, path, f"file {shown(name)}: ", None))
-            for name, entry in _object(fields, "files", path).items()
-        }
-        tensors = {}
-        for name, entry in _object(fields, "tensors", path).items():
-            num_bytes, crc32 = _fields(entry, "crc32", _CRC32, path, "", name)
-            tensors[name] = ManifestTensor(num_bytes, int(crc32, 16))
+        try:
+            files = {name: ManifestFile(**entry) for name, entry in fields["files"].items()}
+            tensors = {
+                name: ManifestTensor(entry["num_bytes"], int(entry["crc32"], 16))
+                for name, entry in fields["tensors"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"is not what a save writes: {type(error).__name__}: {shown(str(error))}"
+            raise CheckpointError(what, path=path) from error
         return cls(dict(sorted(files.items())), dict(sorted(tensors.items())))
 
 
@@ -202,25 +201,3 @@ def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] 
             wanted = f"{ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}"
             lines.append(f"tensor {shown(name)}: {wanted}, {what}")
     return lines
-
-
-def _object(fields: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:
-    value = fields.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{key} is {shown(value)}, not an object", path=path)
-    return value
-
-
-def _fields(entry: Any, key: str, form: re.Pattern[str], path: str, where: str, tensor: str | None) -> tuple[int, str]:
-    """Check an entry and return its `num_bytes` and the digest under `key`."""
-    if not isinstance(entry, dict) or entry.keys() != {"num_bytes", key}:
-        what = f"{where}{shown(entry)} is not an object of num_bytes and {key}"
-        raise CheckpointError(what, path=path, tensor=tensor)
-    num_bytes, digest = entry["num_bytes"], entry[key]
-    # `type`, not isinstance: a bool is an int.
-    if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 63:
-        what = f"{where}num_bytes {shown(num_bytes)} is not an integer from 0 to 2**63 - 1"
-        raise CheckpointError(what, path=path, tensor=tensor)
-    if not isinstance(digest, str) or form.fullmatch(digest) is None:
-        raise CheckpointError(f"{where}{key} {shown(digest)} is not {form.pattern}", path=path, tensor=tensor)
-    return num_bytes, digest

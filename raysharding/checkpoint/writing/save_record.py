@@ -16,7 +16,6 @@ from raysharding.checkpoint.format import (
     MAX_JSON_BYTES,
     SAVE_RECORD_NAME,
     is_sidecar_name,
-    list_sidecar_files,
     parse_object,
     read_beside,
     read_sidecar,
@@ -113,21 +112,3 @@ def other_entries(directory: str) -> list[str]:
             if not is_own:
                 found.append(entry)
     return sorted(found)
-
-
-def sidecars_to_copy(staging: str, found: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the small files to write into an uncommitted save; removes those of an older save that it lacks.
-
-    A staging directory is empty of both. At a URI, files that came there meanwhile are the user's, and stay.
-
-    Args:
-        staging: A normal path or URI.
-        found: Name → content of the files of the source.
-
-    Raises:
-        CheckpointError: The store cannot be reached.
-    """
-    storage, own = storage_of(staging), own_sidecars(staging)
-    users = {*list_sidecar_files(storage, staging)} - own
-    storage.each(storage.remove, [join_path(staging, name) for name in own - found.keys()])
-    return {name: data for name, data in found.items() if name not in users}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 
@@ -29,7 +28,7 @@ class FileWriter:
     file order only, and keeps early ones in memory (`RemoteOutput`).
 
     Several processes of one host may fill a file: one creates it and the others join; before the first closes the file,
-    it merges what `written` returned in the others.
+    it merges their checksums into its own.
 
     Args:
         path: A path or a remote URI. A local file must not exist yet.
@@ -61,8 +60,6 @@ class FileWriter:
         """SHA-256, in hex, of the 8 length bytes and the header, as `CheckpointFile` has it."""
         self.checksums = Checksums()
         """Checksums of the bytes given to `write_at`; complete after `close`."""
-        self._lock = threading.Lock()
-        self._num_written = 0  # bytes of tensors
         self._is_guest = join
         self._output: Output | None = open_output(path, join=join)
         try:
@@ -98,26 +95,14 @@ class FileWriter:
             part = data[start : start + _PART_BYTES]
             self._write(part, info.offset + byte_offset + start, name)
             self.checksums.add(name, byte_offset + start, part)
-        with self._lock:
-            self._num_written += data.nbytes
-
-    def written(self) -> dict[str, Any]:
-        """Return what this process has written, a JSON value, for `merge` in the process that created the file."""
-        return {"num_bytes": self._num_written, "checksums": self.checksums.pieces()}
-
-    def merge(self, written: Mapping[str, Any]) -> None:
-        """Add what `written` returned in a process that joined."""
-        self.checksums.merge(written["checksums"])
-        with self._lock:
-            self._num_written += written["num_bytes"]
 
     def close(self) -> None:
-        """Check that every byte was written once, sync the file to disk or finish the object, and close it. Idempotent.
+        """Check that every byte was written, sync the file to disk or finish the object, and close it. Idempotent.
 
         A process that joined only closes the file: its creator finishes it.
 
         Raises:
-            CheckpointError: Bytes are missing or were written twice, or the disk failed. The file is removed.
+            CheckpointError: Bytes are missing or parts overlap, or the disk failed. The file is removed.
         """
         if self._output is None:
             return
@@ -155,8 +140,6 @@ class FileWriter:
             if self.checksums.problem(name, info.num_bytes):
                 what = "was not written in full, or in parts that overlap"
                 raise CheckpointError(what, path=self.path, tensor=name)
-        if self._num_written != sum(info.num_bytes for info in self.tensors.values()):
-            raise CheckpointError("some bytes were written twice", path=self.path)
 
 
 def _lay_out(

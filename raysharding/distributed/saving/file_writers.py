@@ -241,15 +241,15 @@ class _Writers:
         return joined
 
     def for_others(self) -> dict[str, Any]:
-        """Return file number → `FileWriter.written`, for files of other ranks."""
-        return {str(index): guest.written() for index, guest in self._guests.items()}
+        """Return file number → checksums of what this rank wrote into files of other ranks."""
+        return {str(index): guest.checksums.pieces() for index, guest in self._guests.items()}
 
     def merge(self, others: Sequence[Mapping[str, Any]]) -> None:
         """Add what other ranks wrote into this rank's files."""
         for other in others:
             for index, written in other.items():
                 if int(index) in self._files:
-                    self._files[int(index)].merge(written)
+                    self._files[int(index)].checksums.merge(written)
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write values of a gather."""

@@ -29,7 +29,6 @@ from raysharding.checkpoint.writing import (
     remove_left_overs,
     remove_older,
     remove_staging,
-    sidecars_to_copy,
     write_file,
 )
 from raysharding.config import floating_dtype
@@ -304,7 +303,7 @@ def save_checkpoint(
 
     Returns:
         The same report on every rank. Wire: every byte but the writers' own, once. Memory: about one bucket (32 MiB)
-        a rank; with a URI four parts of 8 MiB more.
+        a rank; with a URI two parts of 8 MiB more.
 
     Raises:
         ValueError: On every rank: a bad `keep_last` or `dtype`, or a `dtype` with an `optimizer`.
@@ -361,6 +360,8 @@ class Save:
     """Contents of the save."""
     staging: str
     """The temporary directory."""
+    sidecars: dict[str, bytes]
+    """Small files that rank 0 copies: name → content."""
     device: torch.device
     """Device of the messages."""
     stall_s: float
@@ -410,13 +411,10 @@ class Save:
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
         check_claim(self.staging, self.destination.token)
-        sources = {} if self.destination.sidecars is None else self.destination.sidecars.read()
-        named = {name: data for name, data in sources.items() if name not in _NOT_COPIED}
-        sidecars = sidecars_to_copy(self.staging, named)
-        SaveRecord.of(self.destination.token, sidecars).write(self.staging)
+        SaveRecord.of(self.destination.token, self.sidecars).write(self.staging)
         adapters = adapter_files(self.module)
         configs = config_files(self.module, self.destination.dtype) if adapters is None else {}
-        for name, data in (configs | sidecars).items():
+        for name, data in (configs | self.sidecars).items():
             write_file(self.staging, name, data)
         written.finish(self.staging)
         for name, data in (adapters or {}).items():
@@ -457,11 +455,19 @@ def begin_save(
     module = unwrapped(module)
     reshard(module)
     contents = SaveContents.of(module, optimizer, position, destination.dtype)
-    # Rank 0 makes the directory, and broadcasts its path.
-    make = partial(create_staging, destination.path, overwrite=destination.overwrite, token=destination.token)
-    staging, token = from_rank_0(lambda: [make(), destination.token])
-    destination = replace(destination, token=token)
-    return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
+    sidecars: dict[str, bytes] = {}
+
+    def make() -> list[str]:
+        """Make the directory, on rank 0, and return its path and the token."""
+        if destination.sidecars is not None:  # first: at a URI, the old save that is removed may be their source
+            read = destination.sidecars.read()
+            sidecars.update((name, data) for name, data in read.items() if name not in _NOT_COPIED)
+        staging = create_staging(destination.path, overwrite=destination.overwrite, token=destination.token)
+        return [staging, destination.token]
+
+    staging, token = from_rank_0(make)
+    save_to = replace(destination, token=token)
+    return Save(module, save_to, contents, staging, sidecars, message_device(module), stall_s, begun)
 
 
 _NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)

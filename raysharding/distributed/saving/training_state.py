@@ -22,7 +22,7 @@ import torch
 
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.checkpoint.storage import join_path
-from raysharding.checkpoint.writing import make_folder, write_file
+from raysharding.checkpoint.writing import write_file
 from raysharding.data import Position
 from raysharding.distributed.comm import (
     accelerator_in_use,
@@ -101,9 +101,8 @@ def write_training(staging: str, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: The disk is full or failed.
     """
-    write_file(
-        make_folder(staging, TRAINING_FOLDER), TRAINING_NAME, json.dumps(state, separators=(",", ":")).encode("ascii")
-    )
+    text = json.dumps(state, separators=(",", ":"))
+    write_file(staging, f"{TRAINING_FOLDER}/{TRAINING_NAME}", text.encode("ascii"))
 
 
 def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:

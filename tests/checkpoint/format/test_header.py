@@ -68,8 +68,6 @@ FILES: list[tuple[str, Any, bytes, str | None, str]] = [
     ("Infinity", b'{"a":-Infinity}', b"", None, "holds -Infinity, which is not JSON"),
     ("nested too deep", b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}", b"", None, "nested too deep"),
     ("a huge number", b'{"a":' + b"9" * 5000 + b"}", b"", None, "header"),
-    ("a number over 1e308", b'{"__metadata__":{},"a":{"x":1e999}}', b"", None, "holds the number 1e999"),
-    ("a number of 400 digits", b'{"a":{"x":' + b"9" * 400 + b"}}", b"", None, "no double can hold"),
     ("half a surrogate pair", b'{"\\ud800":null}', b"", None, "not Unicode text"),
     ("half a surrogate pair in a value", b'{"a":{"x":["\\udfff"]}}', b"", None, "string that is not Unicode text"),
     ("not UTF-8", b'{"\xff":null}', b"", None, "not UTF-8"),

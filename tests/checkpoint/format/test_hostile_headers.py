@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
-from raysharding.checkpoint.format.header import Header, parse_header, read_header
+from raysharding.checkpoint.format.header import Header, parse_header, read_header_bytes
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD
 
@@ -29,7 +29,8 @@ def parse(data: bytes) -> Header | None:
     """The header, or None where it was refused. Any other error fails the test."""
     file = len(data).to_bytes(8, "little") + data + GOOD_PAYLOAD
     try:
-        return read_header("f", 0, len(file), lambda offset, length: file[offset : offset + length])
+        header = read_header_bytes("f", len(file), lambda offset, length: file[offset : offset + length])
+        return parse_header("f", 0, len(file), header)
     except CheckpointError:
         return None
 

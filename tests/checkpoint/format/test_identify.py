@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from raysharding.checkpoint import identify, identify_files, open_checkpoint
-from raysharding.checkpoint.storage import file_system_type
-from raysharding.checkpoint.storage.local import _type_in
+from raysharding.checkpoint.storage import file_system_type, local
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, save, save_sharded, write_raw
 
@@ -65,21 +64,21 @@ def test_the_type_of_a_file_system_is_what_stat_says(tmp_path: Path) -> None:
     assert file_system_type("s3://bucket/x") == "s3"
 
 
-def test_the_longest_and_last_mount_decides() -> None:
-    mounts = rb"""1 0 8:1 / / rw - ext4 /dev/sda1 rw
+def test_the_longest_and_last_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounts").write_bytes(rb"""1 0 8:1 / / rw - ext4 /dev/sda1 rw
 2 1 0:5 / /data rw shared:1 master:2 - nfs4 host:/x rw
 3 1 0:6 / /data/a\040b rw - xfs /dev/b rw
 4 1 0:7 / /data rw - fuse.sshfs host rw
-"""
-    found = {
-        path: _type_in(mounts, path) for path in (b"/", b"/etc", b"/data", b"/data/x", b"/database", b"/data/a b/c")
-    }
+""")
+    monkeypatch.setattr(local, "_MOUNTS", str(tmp_path / "mounts"))
+    found = {path: file_system_type(path) for path in ("/", "/etc", "/data", "/data/x", "/database", "/data/a b/c")}
     assert found == {
-        b"/": "ext4",
-        b"/etc": "ext4",
-        b"/data": "fuse.sshfs",
-        b"/data/x": "fuse.sshfs",
-        b"/database": "ext4",
-        b"/data/a b/c": "xfs",
+        "/": "ext4",
+        "/etc": "ext4",
+        "/data": "fuse.sshfs",
+        "/data/x": "fuse.sshfs",
+        "/database": "ext4",
+        "/data/a b/c": "xfs",
     }
-    assert _type_in(b"", b"/x") == "unknown"
+    monkeypatch.setattr(local, "_MOUNTS", str(tmp_path / "gone"))
+    assert file_system_type("/x") == "unknown"

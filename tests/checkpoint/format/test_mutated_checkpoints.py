@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
-from raysharding.checkpoint.format.header import read_header
+from raysharding.checkpoint.format.header import parse_header, read_header_bytes
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, bits, write_raw
 
@@ -278,7 +278,7 @@ def assert_header_reads_inside(directory: Path) -> None:
             return content[offset : offset + length]
 
         with contextlib.suppress(CheckpointError):
-            read_header(name, 0, len(content), read)
+            parse_header(name, 0, len(content), read_header_bytes(name, len(content), read))
 
 
 def fuzz(root: Path, num_examples: int) -> Counter[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raysharding.checkpoint import Checkpoint, FileReader, identify, identify_files, open_checkpoint
+from raysharding.checkpoint.format import read_beside
 from raysharding.checkpoint.format.sidecars import read_sidecar
 from raysharding.checkpoint.storage import file_system_type, storage_of
 from raysharding.checkpoint.storage.interface import Found
@@ -69,7 +70,7 @@ def test_a_directory_an_index_and_a_file_are_what_they_are_locally(local: Path, 
         )
         assert read_sidecar(storage_of(there.directory), there.directory, "1_Pooling/config é.json") == b"{}"
         assert read_sidecar(storage_of(there.directory), there.directory, "tokenizer.json") == '{"é": 1}'.encode()
-        assert there.read_beside("gone.json", 100) is None
+        assert read_beside(storage_of(there.directory), there.directory, "gone.json", 100) is None
         assert Checkpoint.from_json(there.to_json()) == there
         assert identify_files([file.path for file in there.files]) == there.files
         assert identify(there.files[0].path) == there.files[0]
@@ -77,7 +78,7 @@ def test_a_directory_an_index_and_a_file_are_what_they_are_locally(local: Path, 
         with pytest.raises(CheckpointError, match="is no file that a save copies"):
             read_sidecar(storage_of(there.directory), there.directory, name)
     with pytest.raises(CheckpointError, match="is over the cap of 3 bytes"):
-        there.read_beside("config.json", 3)
+        read_beside(storage_of(there.directory), there.directory, "config.json", 3)
     assert file_system_type(there.files[0].path) == "s3"
 
 

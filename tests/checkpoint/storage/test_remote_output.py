@@ -21,7 +21,6 @@ from raysharding.checkpoint.writing import (
     newest_after,
     remove_older,
     remove_staging,
-    sidecars_to_copy,
     write_file,
     write_index,
 )
@@ -192,8 +191,8 @@ def test_what_no_save_wrote_is_refused_and_outlasts_the_save(s3: S3Server) -> No
     assert newest_after(uri) == s3.uri("mixed/step-2"), "what is left is no save"
 
 
-def test_a_save_over_its_own_source_keeps_the_small_files(s3: S3Server) -> None:
-    """They are read when the old save is gone; what came meanwhile is the user's, and what the new save lacks goes."""
+def test_small_files_that_an_older_save_copied_go_with_it(s3: S3Server) -> None:
+    """Also those of a save that was killed before modules.json, which would name the folder of their weights."""
     uri, first = (
         s3.uri("source/step-1"),
         {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "old.txt": b"o"},
@@ -201,13 +200,9 @@ def test_a_save_over_its_own_source_keeps_the_small_files(s3: S3Server) -> None:
     write(uri, torch.zeros(10))
     SaveRecord.of("0a", first).write(uri)
     for name, data in first.items():
-        s3.put(f"source/step-1/{name}", data)  # killed before modules.json, which would name the folder
+        s3.put(f"source/step-1/{name}", data)
     create_staging(uri, overwrite=True, token="0b")
-    assert all_names(uri) == sorted([*first, "raysharding.save.json"])
-    s3.put("source/step-1/README.md", b"mine")
-    found = {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "README.md": b"the source's"}
-    assert sidecars_to_copy(uri, found).keys() == {"tokenizer.json", "2_Dense/model.safetensors"}
-    assert "old.txt" not in all_names(uri)
+    assert all_names(uri) == ["raysharding.save.json"]
 
 
 def test_the_newest_stay(s3: S3Server) -> None:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from raysharding.checkpoint import SaveRecord, open_checkpoint
+from raysharding.checkpoint import SaveRecord
 from raysharding.checkpoint.writing import (
-    commit,
     create_staging,
-    remove_left_overs,
     remove_older,
     remove_unfinished,
     write_file,
@@ -127,73 +122,11 @@ def test_a_folder_that_a_save_copied_may_become_a_file(tmp_path: Path) -> None:
     assert files_of(tmp_path / "out")["tokenizer"] == b"second"
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_what_comes_while_a_save_is_written_moves_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
-) -> None:
-    if not can_exchange:
-        monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
-    fill(tmp_path / "out", OURS)
-    late = {"late.txt": b"late", "runs/late": b"late", "optimizer/notes.txt": b"late"}
-    with StagedDirectory(tmp_path / "out", overwrite=True) as staged:
-        save(Path(staged.path) / "model.safetensors", {"a": torch.zeros(3)})
-        fill(tmp_path / "out", late)
-        staged.commit()
-    assert files_of(tmp_path / "out").keys() == {"model.safetensors", *late}
-    assert os.listdir(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize("theirs", ["optimizer", "training", "config.json/mine", "optimizer/model.safetensors/mine"])
 def test_what_has_a_saves_name_and_another_kind_is_the_users(tmp_path: Path, theirs: str) -> None:
     fill(tmp_path / "out", {"model.safetensors": b"", theirs: b"mine"})
     with pytest.raises(CheckpointError, match=f"wrote: {theirs.removesuffix('/mine')};"):
         save_one(tmp_path / "out")
-
-
-def test_what_cannot_move_along_is_kept_beside_it(tmp_path: Path) -> None:
-    """Their folder is in the way of one that the save has copied, and the next save does not clear it away."""
-    fill(tmp_path / "out", OURS)
-    with StagedDirectory(tmp_path / "out", overwrite=True) as staged:
-        save(Path(staged.path) / "model.safetensors", {"a": torch.zeros(3)})
-        write_file(staged.path, "tokenizer/vocab.txt", b"words")
-        fill(tmp_path / "out", {"tokenizer/mine.txt": b"mine", "late.txt": b"late"})
-        with pytest.warns(RuntimeWarning, match="out: tokenizer came into it while it was .*: kept in"):
-            staged.commit()
-    remove_left_overs(tmp_path / "out")
-    (kept,) = tmp_path.glob(".out.kept-*")
-    assert files_of(kept) == {"tokenizer/mine.txt": b"mine"}
-    assert files_of(tmp_path / "out").keys() == {"model.safetensors", "tokenizer/vocab.txt", "late.txt"}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:.*came into it while it was replaced")
-def test_killed_at_any_moment_it_loses_no_late_entry(tmp_path: Path) -> None:
-    moments = random.Random(0)
-    save_one(tmp_path / "out", 0.0)
-    for number in range(20):
-        child = os.fork()
-        if child == 0:
-            # The child must never get back into pytest.
-            try:
-                for value in range(10_000):
-                    with StagedDirectory(tmp_path / "out", overwrite=True) as staged:
-                        save(Path(staged.path) / "model.safetensors", {"a": torch.full((3,), float(value))})
-                        SaveRecord.of(f"{value:012x}", {}).write(staged.path)
-                        fill(tmp_path / "out", {"late.txt": b"late"})
-                        staged.commit()
-                    (tmp_path / "out" / "late.txt").rename(tmp_path / "kept.txt")
-            finally:
-                os._exit(1)
-        time.sleep(moments.uniform(0.002, 0.08))
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        before = [path for path in tmp_path.rglob("late.txt") if path.is_file()]
-        remove_left_overs(tmp_path / "out")
-        after = [path for path in tmp_path.rglob("late.txt") if path.is_file()]
-        assert len(after) == len(before), number
-        assert list(open_checkpoint(tmp_path / "out").tensors) == ["a"]
-        for path in after:
-            path.unlink()
 
 
 @pytest.fixture

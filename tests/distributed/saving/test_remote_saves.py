@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysharding.checkpoint import FileReader, check_manifest, open_checkpoint, read_manifest
-from raysharding.checkpoint.format import Sidecars
+from raysharding.checkpoint import FileReader, SaveRecord, check_manifest, open_checkpoint, read_manifest
 from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.checkpoint.storage.uri import join_path
-from raysharding.checkpoint.writing import create_staging, is_left_over
+from raysharding.checkpoint.writing import create_staging, is_left_over, write_file
 from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module, using_group
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving import Destination, begin_save
@@ -132,18 +133,21 @@ def test_a_save_that_another_one_replaced_removes_nothing_of_it(s3: S3Server) ->
         assert weights == sorted(file.name for file in saved.files), "the replaced save has removed its own"
 
 
-class Between(Sidecars):
-    """Begins another save where the first has looked at its claim, and has not committed."""
-
-    def read(self) -> dict[str, bytes]:
-        create_staging(self._directory, overwrite=True)
-        return {}
-
-
 def save_between(uri: str) -> str:
+    """Begin another save where the first has looked at its claim, and has not committed."""
     module = shard_module(filled(), init_mesh(device_type()))
-    with pytest.raises(CheckpointError) as caught, using_group(part_of_ranks()):
-        begin_save(module, Destination(uri, sidecars=Between(uri)), None, None, 60.0).run()
+    describe = SaveRecord.of
+
+    def begin_another(token: str, sidecars: Mapping[str, bytes]) -> SaveRecord:
+        create_staging(uri, overwrite=True)
+        return describe(token, sidecars)
+
+    with (
+        patch.object(SaveRecord, "of", begin_another),
+        pytest.raises(CheckpointError) as caught,
+        using_group(part_of_ranks()),
+    ):
+        begin_save(module, Destination(uri), None, None, 60.0).run()
     return str(caught.value)
 
 
@@ -151,3 +155,18 @@ def test_a_save_whose_weights_another_one_has_removed_is_none(s3: S3Server) -> N
     (said,) = run_ranks(1, save_between, s3.uri("between"), timeout_s=100)
     assert "another save to it has removed model-00001-of-00001-" in said
     assert is_left_over(s3.uri("between"))
+
+
+def save_over_its_source(uri: str) -> list[str]:
+    module = shard_module(filled(), init_mesh(device_type()))
+    with using_group(part_of_ranks()):
+        save_checkpoint(module, uri)
+        write_file(uri, "tokenizer.json", b"{}")
+        SaveRecord.of("0a", {"tokenizer.json": b"{}"}).write(uri)
+        save_checkpoint(module, uri, overwrite=True, source=open_checkpoint(uri))
+    return remote_storage(RemoteOptions()).list_names(uri)
+
+
+def test_a_save_over_its_own_source_keeps_the_small_files(s3: S3Server) -> None:
+    (names,) = run_ranks(1, save_over_its_source, s3.uri("own-source"), timeout_s=100)
+    assert "tokenizer.json" in names
