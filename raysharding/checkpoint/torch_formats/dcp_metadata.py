@@ -21,11 +21,14 @@ from raysharding.checkpoint.storage import LocalStorage, is_remote
 from raysharding.errors import CheckpointError, shown
 
 if TYPE_CHECKING:  # its import takes half as long as that of torch
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
 """Largest `.metadata` that is read, in bytes; 100,000 chunks take about 20 MB."""
+MAX_TUPLE_ITEMS: Final = 4096
+"""Largest number of items of a tuple, including those of nested tuples."""
 _MAX_INT64: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 64
 """Deepest nesting of a saved state."""
@@ -88,14 +91,16 @@ class DcpMetadata:
 
     directory: str
     """The directory, as passed by the caller."""
-    saved: Metadata
-    """torch's own, checked: the chunks of a tensor cover each element once, none is empty, and each has its place."""
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """Key → name, dtype and full shape of the tensor."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
+    """Key → chunks of the tensor, by offset. They cover each element once; none is empty."""
     values: list[str] = field(default_factory=list)
     """Keys of values that are no tensors: numbers, lists of names, pickled objects."""
     paths: dict[str, Path] = field(default_factory=dict)
     """Key → path in the saved state."""
+    places: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = field(default_factory=dict)
+    """(key, offsets of the chunk) → file, first byte and length; offsets are `None` for values."""
 
 
 def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
@@ -116,15 +121,12 @@ def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
     data = read_beside(LocalStorage(), given, METADATA_NAME, MAX_METADATA_BYTES)
     if data is None:
         raise _no_metadata(given)
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
-    found = DcpMetadata(given, Metadata({}, storage_data={}))
+    found = DcpMetadata(given)
     key: Any = None
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
         for index, place in metadata.storage_data.items():
-            at = MetadataIndex(index.fqn, None if index.offset is None else _size(index.offset))
-            found.saved.storage_data[at] = _checked_place(place)
+            found.places[index.fqn, None if index.offset is None else _size(index.offset)] = _checked_place(place)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         for key, entry in metadata.state_dict_metadata.items():
             _add(found, key, entry, paths.get(key, (key,)))
@@ -164,8 +166,25 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("a state for what has none")
         super().load_build()  # type: ignore[misc]
 
+    def check_tuple(self) -> None:
+        """Refuse a large or deep tuple. Hashing recurses on the C stack: a file of 1 MB could crash the process."""
+        made = self.stack[-1]  # type: ignore[attr-defined]
+        inner = [item for part in made if isinstance(part, tuple) for item in part]
+        if len(made) + len(inner) > MAX_TUPLE_ITEMS or any(isinstance(item, tuple) for item in inner):
+            raise pickle.UnpicklingError(f"a tuple of more than {MAX_TUPLE_ITEMS} items, or of three levels")
+
+
+def _then_check(make: Callable[[Any], None]) -> Callable[[Any], None]:
+    def make_and_check(unpickler: _Unpickler) -> None:
+        make(unpickler)
+        unpickler.check_tuple()
+
+    return make_and_check
+
 
 _Unpickler.dispatch[pickle.BUILD[0]] = _Unpickler.load_build
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Unpickler.dispatch[_code[0]] = _then_check(_Unpickler.dispatch[_code[0]])
 
 
 def _checked_place(place: Any) -> Any:
@@ -187,7 +206,7 @@ def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
     """Check the metadata of one tensor or value, and add it to `found`."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec._internals import check_tensor, validate_non_overlapping_shards_metadata
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DEPTH or not isinstance(path[0], str):
         raise ValueError(f"its place in the saved state is {_short(path)}")
@@ -197,10 +216,9 @@ def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
         if not (isinstance(part, str) and is_text(part)) and not (type(part) is int and part >= 0):
             raise ValueError(f"its place in the saved state is {_short(path)}")
     found.paths[key] = path
-    found.saved.state_dict_metadata[key] = entry
     if isinstance(entry, BytesStorageMetadata):
         found.values.append(key)
-        if MetadataIndex(key) not in found.saved.storage_data:
+        if (key, None) not in found.places:
             raise ValueError("no file is said to hold it")
         return
     dtype, layout, shape = entry.properties.dtype, entry.properties.layout, _size(entry.size)
@@ -211,17 +229,18 @@ def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
     if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
         raise ValueError(f"shape {list(shape)} of {dtype} overflows 64 bits")
     # Ranks with an empty shard also save a chunk.
-    entry.chunks = [chunk for chunk in entry.chunks if _size(chunk.sizes).numel()]
-    shards = [ShardMetadata(list(_size(chunk.offsets)), list(chunk.sizes)) for chunk in entry.chunks]
+    chunks = [chunk for chunk in entry.chunks if _size(chunk.sizes).numel()]
+    shards = [ShardMetadata(list(_size(chunk.offsets)), list(chunk.sizes)) for chunk in chunks]
     validate_non_overlapping_shards_metadata(shards)
     if shards:
         check_tensor(shards, shape)
     elif math.prod(shape):
         raise ValueError(f"no chunk of its shape {list(shape)} was saved")
-    for chunk in entry.chunks:
-        if MetadataIndex(key, chunk.offsets) not in found.saved.storage_data:
+    for chunk in chunks:
+        if (key, chunk.offsets) not in found.places:
             raise ValueError(f"no file is said to hold its chunk at {list(chunk.offsets)}")
     found.tensors[key] = TensorInfo(key, dtype, shape, 0, 0)
+    found.chunks[key] = sorted(chunks, key=lambda chunk: chunk.offsets)
 
 
 def _size(value: Any) -> torch.Size:

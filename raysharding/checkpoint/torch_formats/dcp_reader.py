@@ -7,7 +7,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import IO, Any, Final, cast
 
 import torch
 
@@ -15,15 +15,10 @@ from raysharding.checkpoint.storage import LocalStorage, os_errors
 from raysharding.checkpoint.torch_formats.dcp_metadata import read_dcp_metadata
 from raysharding.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 PIECE_BYTES: Final = 4 << 20
 """Largest piece that is passed to a writer at once, in bytes."""
 _MAX_FRAME_BYTES: Final = 16 << 20
 """Bytes that an archive may hold besides the tensor."""
-_DIRECTORY_BYTES: Final = 1 << 20
-"""Most bytes at the end of an archive in which its directory is; torch writes six records."""
 _ZIP_MARK: Final = b"PK\x03\x04"
 
 Write = Callable[[int, memoryview], None]
@@ -31,11 +26,10 @@ Write = Callable[[int, memoryview], None]
 
 
 class DcpReader:
-    """Reads a directory by torch's `FileSystemReader`, tensor by tensor. For one thread.
+    """Reads a directory chunk by chunk, by `torch.load(weights_only=True)`. For one thread.
 
-    torch's reader reads tensors by `torch.load(weights_only=True)`. What it leaves open is closed here: `.metadata` is
-    a pickle that may run code; archives may unpack to any size; and torch's planner reads values by
-    `torch.load(weights_only=False)`.
+    torch's own `FileSystemReader` also reads chunk by chunk, but casts dtypes and cuts shapes that differ from
+    `.metadata`, unpacks archives of any size, and its planner reads values by `torch.load(weights_only=False)`.
 
     Args:
         directory: A local directory.
@@ -48,29 +42,32 @@ class DcpReader:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.metadata = read_dcp_metadata(directory)
         """Contents of the directory."""
-        for index, place in self.metadata.saved.storage_data.items():
-            self._check_place(index.fqn, place)
+        for key, place in self.metadata.places.items():
+            self._check_place(key[0], place)
 
     def read_tensor(self, key: str, write: Write) -> None:
         """Read one tensor and write it, row-major, in pieces of at most `PIECE_BYTES`.
 
-        The tensor and one chunk are in memory.
+        One chunk is in memory at a time; if chunks are not whole rows, the tensor as well.
 
         Raises:
             CheckpointError: A file changed, is damaged or unreadable, or the tensor does not fit into memory.
         """
-        info, entry = self.metadata.tensors[key], self.metadata.saved.state_dict_metadata[key]
-        for chunk in cast("TensorStorageMetadata", entry).chunks:
-            self._check_archive(key, chunk.offsets, math.prod(chunk.sizes) * info.dtype.itemsize)
+        info, chunks = self.metadata.tensors[key], self.metadata.chunks[key]
+        if all(chunk.sizes[1:] == info.shape[1:] for chunk in chunks):
+            for chunk in chunks:
+                first = sum(chunk.offsets[:1]) * math.prod(info.shape[1:])
+                _give(self._load_chunk(key, chunk), first * info.dtype.itemsize, write)
+            return
         try:
             whole = torch.empty(info.shape, dtype=info.dtype)
         except RuntimeError as error:
-            what = f"has no place in memory: {error}"
+            what = f"is not cut by rows, and has no place in memory: {error}"
             raise CheckpointError(what, path=self.metadata.directory, tensor=key) from error
-        self._load({key: whole})
-        data = whole.view(-1).view(torch.uint8).numpy().data
-        for first in range(0, data.nbytes, PIECE_BYTES):
-            write(first, data[first : first + PIECE_BYTES])
+        for chunk in chunks:
+            ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[tuple(map(slice, chunk.offsets, ends))] = self._load_chunk(key, chunk)
+        _give(whole, 0, write)
 
     def read_value(self, key: str) -> Any:
         """Read a value that is no tensor, by torch's weights-only unpickler.
@@ -78,54 +75,53 @@ class DcpReader:
         Raises:
             CheckpointError: The value needs another unpickler.
         """
-        self._check_archive(key, None, 0)
-        found: dict[str, Any] = {key: None}
-        self._load(found)
-        return found[key]
+        return self._load(key, None, 0)
 
-    def _load(self, state: dict[str, Any]) -> None:
-        """Fill a state dict of one tensor or value."""
-        from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    def _load_chunk(self, key: str, chunk: Any) -> torch.Tensor:
+        """Load a chunk and compare it with `.metadata`."""
+        dtype = self.metadata.tensors[key].dtype
+        loaded = self._load(key, chunk.offsets, math.prod(chunk.sizes) * dtype.itemsize)
+        if type(loaded) is not torch.Tensor or loaded.layout != torch.strided or loaded.is_nested:
+            what = (
+                f"is a {loaded.layout if type(loaded) is torch.Tensor else type(loaded).__name__}, not a strided tensor"
+            )
+        elif loaded.is_meta:
+            what = "was saved on meta, without values"
+        elif loaded.dtype != dtype or loaded.shape != chunk.sizes:
+            what = f"is {loaded.dtype} of shape {list(loaded.shape)}"
+            what += f", but .metadata says {dtype} of shape {list(chunk.sizes)}"
+        else:
+            return loaded.detach().resolve_conj().resolve_neg()
+        place = self.metadata.places[key, chunk.offsets]
+        raise CheckpointError(what, path=os.path.join(self.metadata.directory, place.relative_path), tensor=key)
 
-        class WeightsOnlyPlanner(DefaultLoadPlanner):
-            """Reads values by the unpickler that reads tensors."""
+    def _load(self, key: str, offsets: tuple[int, ...] | None, expected: int) -> Any:
+        """Read an archive by torch's weights-only unpickler, which makes tensors and plain values and runs no code.
 
-            def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-                """Read a value; torch's own method runs the code that its pickle names."""
-                self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
-
-        planner = WeightsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        reader = FileSystemReader(self.metadata.directory)
-        try:
-            planner.set_up_planner(state, self.metadata.saved, True)
-            reader.set_up_storage_reader(self.metadata.saved, True)
-            with torch.no_grad():
-                reader.read_data(planner.create_local_plan(), planner)
-        except Exception as error:  # torch raises errors of many types
-            what = f"cannot be read with torch.load(weights_only=True): {error}"
-            raise CheckpointError(what, path=self.metadata.directory, tensor=next(iter(state))) from error
-
-    def _check_archive(self, key: str, offsets: torch.Size | None, expected: int) -> None:
-        """Refuse an archive that says that it unpacks to less than `expected` bytes, or to much more."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
-        place = self.metadata.saved.storage_data[MetadataIndex(key, offsets)]
-        path, end = self._check_place(key, place), place.offset + place.length
-        begin = max(place.offset, end - _DIRECTORY_BYTES)
-        with os_errors("cannot be read", path), open(path, "rb") as file:
+        An archive that says that it unpacks to less than `expected` bytes, or to much more, is refused.
+        """
+        place = self.metadata.places[key, offsets]
+        path = self._check_place(key, place)
+        where = f"[{place.offset}, {place.offset + place.length})"
+        with os_errors("cannot be read", path), open(path, "rb", buffering=0) as file:
+            window = _Window(file, place.offset, place.length)
             try:
-                file.seek(place.offset)
-                if file.read(len(_ZIP_MARK)) != _ZIP_MARK:
+                if window.read(len(_ZIP_MARK)) != _ZIP_MARK:
                     raise zipfile.BadZipFile("it begins otherwise")  # torch's older format, which may end in an archive
-                file.seek(begin)
-                with zipfile.ZipFile(io.BytesIO(file.read(end - begin))) as archive:
+                with zipfile.ZipFile(window) as archive:
                     unpacked = sum(info.file_size for info in archive.infolist())
             except Exception as error:  # zipfile raises errors of many types if the bytes are no archive
-                what = f"holds no torch.save archive at bytes [{place.offset}, {end}): {error}"
+                what = f"holds no torch.save archive at bytes {where}: {error}"
                 raise CheckpointError(what, path=path, tensor=key) from error
-        if not expected <= unpacked <= max(expected, place.length) + _MAX_FRAME_BYTES:
-            what = f"unpacks to {unpacked} bytes, but {expected or place.length} were expected"
-            raise CheckpointError(what, path=path, tensor=key)
+            if not expected <= unpacked <= max(expected, place.length) + _MAX_FRAME_BYTES:
+                what = f"unpacks to {unpacked} bytes, but {expected or place.length} were expected"
+                raise CheckpointError(what, path=path, tensor=key)
+            window.seek(0)
+            try:
+                return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+            except Exception as error:  # torch, too, raises errors of many types
+                what = f"cannot be read with torch.load(weights_only=True): {error}"
+                raise CheckpointError(what, path=path, tensor=key) from error
 
     def _check_place(self, key: str, place: Any) -> str:
         """Return the path of the file of a chunk or a value, after a check that it holds the range."""
@@ -141,3 +137,41 @@ class DcpReader:
             what = f"lies at bytes [{place.offset}, {end}), but the file has {found.num_bytes}: it is truncated"
             raise CheckpointError(what, path=path, tensor=key)
         return path
+
+
+class _Window(io.RawIOBase):
+    """A range of a file as a file object, which reads nothing outside of the range."""
+
+    def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._num_bytes = num_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
+        self._file.seek(self._offset + self._position)
+        done = 0
+        while done < len(view) and (length := self._file.readinto(view[done:])):  # one read gives 2 GiB at most
+            done += length
+        self._position += done
+        return done
+
+
+def _give(tensor: torch.Tensor, begin: int, write: Write) -> None:
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for first in range(0, data.nbytes, PIECE_BYTES):
+        write(begin + first, data[first : first + PIECE_BYTES])

@@ -70,11 +70,11 @@ def merge_fsdp_weights(
     writes, like accelerate's main process; the other ranks wait while bytes move, each time at most the timeout of the
     process group. Only rank 0's arguments matter.
 
-    Tensors are read one at a time. Memory: the largest tensor and one chunk of it; accelerate holds all tensors. A
-    state with one key, such as accelerate's `{"model": ...}`, is unwrapped. torch saves tied tensors under each of
-    their names, and they stay so. Files are renamed when they are complete, the index last; other files in
-    `output_path`, such as config.json, stay, and weights of an earlier save under the standard names are replaced.
-    safetensors files get a manifest for `Loading(verify="full")`.
+    Tensors are read one at a time. Memory: at most the largest tensor and one chunk, or one chunk if shards are whole
+    rows, as FSDP's are; accelerate holds all tensors. A state with one key, such as accelerate's `{"model": ...}`, is
+    unwrapped. torch saves tied tensors under each of their names, and they stay so. Files are renamed when they are
+    complete, the index last; other files in `output_path`, such as config.json, stay, and weights of an earlier save
+    under the standard names are replaced. safetensors files get a manifest for `Loading(verify="full")`.
 
     No pickle of the checkpoint runs code: a name in `.metadata` outside of torch's checkpoint metadata is an error, and
     tensors and values are read by `torch.load(weights_only=True)`.
