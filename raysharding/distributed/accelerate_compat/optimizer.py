@@ -28,8 +28,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     Raises:
         KeyError: On the rank that sees it: parameters without a partner, each with its group, place, shape and name
             where the optimizer knows it. The optimizer is as it was.
-        ValueError: On the rank that sees it: state that belongs to no parameter of the mapping. The optimizer is as it
-            was.
+        ValueError: On the rank that sees it: state that belongs to no parameter of the mapping, or is a DTensor. The
+            optimizer is as it was.
     """
     adapt(optimizer)
     switched = _partners(optimizer, mapping)
@@ -78,10 +78,13 @@ def _partners(
     return switched
 
 
-def _moved_state(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> dict[torch.Tensor, Any]:
+def _moved_state(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> dict[Any, Any]:
     """Return the optimizer's state, keyed by the sharded parameters, with tensors of a parameter's shape cut alike."""
-    states: dict[torch.Tensor, Any] = {}
+    states: dict[Any, Any] = {}
     for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):  # of the optimizer as a whole
+            states[key] = state
+            continue
         # Behind a stand-in the state is still under the original, found by its address, unless that has moved.
         parameter = mapping.get(_address(key))
         if parameter is None or parameter.shape != key.shape:
@@ -97,5 +100,7 @@ def _moved_state(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.T
 def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not parameter.ndim:
         return value
+    if isinstance(value, DTensor):
+        raise ValueError(f"the optimizer holds state that is cut already, as {value.placements}: nothing was switched")
     value = value.to(local_tensor(parameter).device, parameter.dtype if value.is_floating_point() else value.dtype)
     return cut(value, parameter) if isinstance(parameter, DTensor) else value
