@@ -1,9 +1,8 @@
 """Models of the Hugging Face hub: pinned commits, snapshots in the cache, and files that are read by ranges.
 
-Note [Hub reads]: `HfFileSystem`, which `pyarrow.fs` takes for `hf://`, reads ahead in blocks (a file of 1.1 MB was
-served four times whole), asks the hub anew for each range, though the hub limits requests, and does not look at which
-part of the file the answer is. Here a read is one request for exactly its range. The hub redirects reads of large files
-to signed addresses of another host; the address is kept until that host refuses it.
+Note [Hub reads]: `pyarrow.fs` takes `hf://` through fsspec, whose files read ahead in blocks: a file of 1.1 MB was
+served four times whole. Here a read is one request for exactly its range. The hub redirects reads of large files to
+signed addresses of another host; the address is kept until that host refuses it, since the hub limits requests.
 The hub's session of `huggingface_hub` sends the requests, so its proxies and `HF_HUB_OFFLINE` count here too.
 """
 
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Self
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from raysharding.checkpoint.storage.uri import is_remote, scheme_of
 from raysharding.errors import CheckpointError
@@ -159,8 +158,10 @@ class HubPath:
         """
         if self.is_pinned:
             return str(self.revision)
+        url = f"{hub_access().endpoint}/api/models/{self.repo}/revision/{quote(self.revision or 'main', safe='')}"
         with _hub_errors(self):
-            commit = _api().model_info(self.repo, revision=self.revision or "main", timeout=timeout_s).sha
+            answer = _json(url, timeout_s)[0]
+        commit = answer.get("sha") if isinstance(answer, Mapping) else None
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise CheckpointError(f"the hub names no commit for revision {self.revision or 'main'!r}", path=self.repo)
         return commit
@@ -264,46 +265,47 @@ class HubFileSystem:
         """Open a file, without a request if the directory was listed before."""
         path = HubPath.parse(wanted)
         entry = self._entry(path)
-        if not _is_file(entry):
+        if entry is None or entry.get("type") != "file":
             raise FileNotFoundError(f"{path.uri}: no such file")
         url = f"{hub_access().endpoint}/{path.repo}/resolve/{quote(path.revision or 'main', safe='')}"
-        etag = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        return HubFile(f"{url}/{quote(path.inside)}", path, entry.size, etag, self._timeout_s)
+        etag = (entry.get("lfs") or {}).get("oid") or entry.get("oid") or ""
+        return HubFile(f"{url}/{quote(path.inside)}", path, int(entry["size"]), etag, self._timeout_s)
 
     def open_output_stream(self, wanted: str) -> Any:
         """Refuse: saves go elsewhere."""
         what = "a save to the hub is not supported: save to a directory, and upload it with `hf upload`"
         raise CheckpointError(what, path=f"hf://{wanted}")
 
-    def _entry(self, path: HubPath) -> Any:
+    def _entry(self, path: HubPath) -> Mapping[str, Any] | None:
         parent, _, name = path.inside.rpartition("/")
         return self._entries(HubPath(path.repo, path.revision, parent)).get(name)
 
-    def _entries(self, directory: HubPath) -> Mapping[str, Any]:
-        """Return name → `RepoFile` or `RepoFolder`; asked once for a commit, whose files cannot change."""
+    def _entries(self, directory: HubPath) -> Mapping[str, Mapping[str, Any]]:
+        """Return name → the hub's entry for it; asked once for a commit, whose files cannot change."""
         listing = _listing if directory.is_pinned else _listing.__wrapped__
         with _hub_errors(directory):
-            return listing(hub_access().endpoint, directory)
+            return listing(hub_access().endpoint, directory, self._timeout_s)
 
 
 @lru_cache(maxsize=64)
-def _listing(endpoint: str, directory: HubPath) -> Mapping[str, Any]:
-    entries = _api().list_repo_tree(directory.repo, directory.inside, revision=directory.revision)
-    return {entry.path.rpartition("/")[2]: entry for entry in entries}
+def _listing(endpoint: str, directory: HubPath, timeout_s: float) -> Mapping[str, Mapping[str, Any]]:
+    revision = quote(directory.revision or "main", safe="")
+    url: str | None = f"{endpoint}/api/models/{directory.repo}/tree/{revision}/{quote(directory.inside)}".rstrip("/")
+    entries: dict[str, Mapping[str, Any]] = {}
+    while url is not None:
+        page, url = _json(url, timeout_s)
+        entries.update((str(entry["path"]).rpartition("/")[2], entry) for entry in page)
+    return entries
 
 
-def _is_file(entry: Any) -> bool:
-    from huggingface_hub import RepoFile
+def _json(url: str, timeout_s: float) -> tuple[Any, str | None]:
+    """Return the JSON at an address of the hub, and the address of its next page."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
-    return isinstance(entry, RepoFile)
-
-
-def _api() -> Any:
-    """Return the client of `huggingface_hub`, with the access of this process."""
-    from huggingface_hub import HfApi
-
-    access = hub_access()
-    return HfApi(access.endpoint, token=access.token or False, library_name="raysharding")
+    response = get_session().get(url, headers=_headers(url), timeout=timeout_s, follow_redirects=True)
+    hf_raise_for_status(response)
+    following = response.links.get("next", {}).get("url")
+    return response.json(), None if following is None else urljoin(url, following)
 
 
 def _headers(url: str) -> dict[str, str]:
@@ -318,12 +320,12 @@ def _headers(url: str) -> dict[str, str]:
     return headers | {"Accept-Encoding": "identity"}
 
 
-def _info(arrow_fs: Any, path: str, entry: Any) -> Any:
+def _info(arrow_fs: Any, path: str, entry: Mapping[str, Any] | None) -> Any:
     if entry is None:
         return arrow_fs.FileInfo(path, arrow_fs.FileType.NotFound)
-    if not _is_file(entry):
+    if entry.get("type") != "file":
         return arrow_fs.FileInfo(path, arrow_fs.FileType.Directory)
-    return arrow_fs.FileInfo(path, arrow_fs.FileType.File, size=entry.size)
+    return arrow_fs.FileInfo(path, arrow_fs.FileType.File, size=int(entry["size"]))
 
 
 @contextmanager
