@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +23,7 @@ from raysharding.checkpoint.storage.interface import read_bytes
 from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.cli import main
+from tests.clock import now
 from tests.hub import TOKEN, HubServer, hub, read_environment
 
 __all__ = ["hub"]
@@ -275,3 +278,18 @@ def test_the_real_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with FileReader(checkpoint.files) as reader:
             assert reader.read_tensor(next(iter(checkpoint.tensors.values()))).isfinite().all()
     read_environment()
+
+
+def test_the_threads_of_a_listing_that_is_never_answered_end(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def requests() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "raysharding-request"]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        read_environment()
+        with pytest.raises(CheckpointError, match="no full answer within"):
+            open_checkpoint(f"hf://{ID}@{'a' * 40}", remote=RemoteOptions(request_s=0.5, num_tries=2))
+        until = now() + 10.0
+        while requests():
+            assert now() < until
+            time.sleep(0.05)
