@@ -92,7 +92,7 @@ class LocalShards:
         self._is_fresh = is_fresh
         self._read = read
         held = [tensors[one.layout.fqn] for one in planned]
-        self._flat = [local_tensor(tensor).view(-1) for tensor in held]
+        self._flat = [_flatten(one.layout.fqn, tensor) for one, tensor in zip(planned, held, strict=True)]
         self._first = [
             one.layout.local_range(shard_index_of(tensor))[0] for one, tensor in zip(planned, held, strict=True)
         ]
@@ -135,3 +135,9 @@ class LocalShards:
         if self._is_fresh:
             back(values)
         values.copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
+
+
+def _flatten(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(tensor)
+    assert local.is_contiguous(), f"{fqn}: the shard is not contiguous"
+    return local.view(-1)
