@@ -45,6 +45,8 @@ from raysharding.imports import paused_gc
 # of `control`; the others are for probes, of which a slow one may block its thread.
 CONCURRENCY_GROUPS = {"work": 1, "data": 1, "control": 6}
 
+_IMPORTS = {"torch": "torch", "FSDP": "torch.distributed.fsdp", "raysharding": "raysharding.group.rank.commands"}
+"""Package → module that imports what a rank needs of it, in order."""
 _TICKS = 20  # checks of the lease per lease time
 _MAX_TICK_S = 0.5
 
@@ -93,7 +95,7 @@ class RankActor:
             imports: Arguments of `ModelImport`; `None` for a model of the user's own code.
         """
         with paused_gc():
-            self._import_s = _imported("torch", "torch.distributed.fsdp", "raysharding.group.rank.commands")
+            self._import_s = {name: _imported(module) for name, module in _IMPORTS.items()}
             from raysharding.checkpoint.storage import adopt_access
             from raysharding.group.rank.commands import RankCommands
 
@@ -261,15 +263,11 @@ class RankActor:
         os._exit(1)  # `sys.exit` would only end a thread
 
 
-def _imported(*modules: str) -> dict[str, float]:
-    """Import modules one after the other; return the seconds of each, by its package's name."""
-    seconds: dict[str, float] = {}
-    for module in modules:
-        begun = time.monotonic()
-        import_module(module)
-        name = module.removesuffix(".group.rank.commands")
-        seconds[name] = time.monotonic() - begun
-    return seconds
+def _imported(module: str) -> float:
+    """Import a module; return the seconds."""
+    begun = time.monotonic()
+    import_module(module)
+    return time.monotonic() - begun
 
 
 def _snapshot(paths: Sequence[str]) -> str | None:

@@ -161,17 +161,18 @@ class RankCommands:
         """Build the sharded module on meta; collective.
 
         Returns:
-            Bounds of its inputs, its `ModelFacts`, and seconds of the wait for its code and of the rest.
+            Bounds of its inputs, its `ModelFacts`, and seconds of the import of its code and of the rest.
         """
-        begun = time.monotonic()
+        seconds = {}
         if self._model_import is not None:
             self._model_import.join()
-        import_s = time.monotonic() - begun
+            seconds["transformers"] = self._model_import.seconds
+        begun = time.monotonic()
         self._is_adapted = isinstance(model, Adapted)
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
         # What was imported and built stays: to traverse it takes a collection 0.3 s, in which all ranks wait for one.
         gc.freeze()
-        seconds = {"transformers": import_s, "module": time.monotonic() - begun - import_s}
+        seconds["module"] = time.monotonic() - begun
         return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module), seconds
 
     def load(self, path: str | None, hub: HubAccess | None = None) -> Any:
