@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -34,14 +35,14 @@ class Table(NamedTuple):
         return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
-class Report:
+class Report(ABC):
     """Base of reports: a title with tables and lines below it, as text, and in notebooks as HTML."""
 
-    def _title(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _title(self) -> str: ...
 
-    def _parts(self) -> Iterable[Table | str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _parts(self) -> Iterable[Table | str]: ...
 
     def __repr__(self) -> str:
         return "\n".join(map(str, (self._title(), *self._parts())))
