@@ -577,6 +577,7 @@ class ShardedModelGroup:
             ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
         """
         check_norm(max_norm, norm_type)
+        # Not beside one's own `fit`, in whose callbacks it measures.
         beside = {"forward_backward": REFUSED_BESIDE["forward_backward"]}
         call = self._client.submit_same(
             "clip_grad_norm_", max_norm, norm_type, refused_beside=beside, uses_gradients=True
@@ -1221,10 +1222,7 @@ class ShardedModelGroup:
     @property
     def device(self) -> torch.device:
         """Device type of the ranks, such as `torch.device("cuda")`; `ranks` has the index of each."""
-        if self.ranks:
-            return torch.device(self.ranks[0].device.partition(":")[0])
-        loaded_to = "cuda" if any(self.load_report.peak_device_bytes) else "cpu"
-        return torch.device(self._running.spec.device or loaded_to)
+        return torch.device(self._running.loaded.device_type)
 
     @property
     def load_report(self) -> LoadReport:

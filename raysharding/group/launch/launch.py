@@ -59,6 +59,8 @@ class Loaded:
     """Bounds of the model's inputs."""
     facts: ModelFacts
     """Facts of the model."""
+    device_type: str
+    """Type of the ranks' devices."""
     preflight_report: PreflightReport | None
     """Report of the preflight when the group was made; `None` without a preflight."""
     start_report: StartReport
@@ -301,7 +303,9 @@ def _fill(client: Client, spec: GroupSpec, opened: Opened, preflight: Preflight 
         if (warning := made.result()) is not None:
             warn(warning)
         clock.end("optimizer")
-    return Loaded(report, bounds, facts, None if preflight is None else preflight.report(), clock.report())
+    device_type = client.ranks[0].device.partition(":")[0]
+    checked = None if preflight is None else preflight.report()
+    return Loaded(report, bounds, facts, device_type, checked, clock.report())
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, spec: GroupSpec) -> LoadReport:
