@@ -27,6 +27,7 @@ from raysharding.group.messages import (
     Interrupted,
     Item,
     Joint,
+    Outcome,
     Packed,
     Part,
     Submission,
@@ -160,6 +161,18 @@ class Client:
             collect: Makes the result. Default: the value of rank 0.
         """
         return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
+
+    def take_claim(self, what: str, key: str) -> None:
+        """Take a claim; `what` is its kind.
+
+        Raises:
+            GroupError: Another one is held, or, once, another driver has restarted the group.
+        """
+        here = self.connection
+        outcome: Outcome = here.ask("take_claim", here.key, what, key, here.generation)
+        here.generation = outcome.generation or here.generation
+        if outcome.error is not None:
+            raise outcome.error
 
     def release_claim(self, key: str) -> None:
         """End a claim. Waits for the controller's answer: Ray may bring it what this driver sends next before this."""

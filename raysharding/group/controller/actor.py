@@ -282,9 +282,18 @@ class GroupController:
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
             self._break(error)
 
-    async def take_claim(self, driver: str, what: str, key: str) -> GroupError | None:
-        """Give a driver a claim; see `Drivers.take_claim`."""
-        return self._drivers.take_claim(self._drivers[driver], what, key)
+    async def take_claim(self, driver: str, what: str, key: str, generation: str) -> Outcome:
+        """Give a driver a claim, or return why it cannot have it; see `Drivers.take_claim`.
+
+        Args:
+            driver: The driver.
+            what: Kind of the claim.
+            key: Key of the claim.
+            generation: See `Submission`. A `predict` changes nothing.
+        """
+        if what == "fit" and generation != self._status.generation:
+            return self._status.restarted()
+        return Outcome(error=self._drivers.take_claim(self._drivers[driver], what, key))
 
     async def release_claim(self, key: str) -> None:
         """End a claim."""

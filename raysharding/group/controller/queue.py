@@ -214,7 +214,7 @@ class CallQueue:
             return Outcome(error=refused)
         changes = submission.refused_beside or submission.save is not None
         if changes and submission.generation != self._status.generation:
-            return Outcome(error=self._status.restarted(), generation=self._status.generation)
+            return self._status.restarted()
         beside = self._drivers.refusal(driver, submission.method, submission.refused_beside)
         return None if beside is None else Outcome(error=beside)
 

@@ -113,7 +113,7 @@ class RunningCall:
         """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
         self._num_taken = max(self._num_taken, index)
         if self.submission.hands_on_steps:
-            # No other reader asks for them: each would hold a bucket of a `state_dict` in the object store.
+            # The driver has them: each would hold a bucket of a `state_dict` in the object store.
             self._items[:index] = [Item(is_last=True)] * min(index, len(self._items))
         self._change()
         while len(self._items) <= index and not self.is_over:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from raysharding.errors import GroupBrokenError, GroupError
-from raysharding.group.messages import GroupState, broken, closed, twin
+from raysharding.group.messages import GroupState, Outcome, broken, closed, twin
 
 _TRANSITIONS = {
     GroupState.STARTING: {GroupState.READY, GroupState.BROKEN, GroupState.CLOSED},
@@ -81,7 +81,8 @@ class GroupStatus:
             return GroupBrokenError(f"{self._name} is being restarted: its ranks have not met again yet")
         return None
 
-    def restarted(self) -> GroupError:
-        """Return the error of a call that would change or save another model than its driver believes."""
+    def restarted(self) -> Outcome:
+        """Return the outcome of a call that would change or save another model than its driver believes."""
         what = f"{self._name} was restarted by {self.restarted_by}, and its model and optimizer were loaded again"
-        return GroupError(f"{what} from the newest files; the call did not begin: call again to go on from there")
+        what += " from the newest files; the call did not begin: call again to go on from there"
+        return Outcome(error=GroupError(what), generation=self.generation)

@@ -79,9 +79,7 @@ class FitLock:
                 self._running, self._is_interrupted, self._what = run, False, what
                 if what == "fit":
                     self._last_step = None
-            refused: GroupError | None = client.connection.ask("take_claim", client.connection.key, what, run)
-            if refused is not None:
-                raise refused
+            client.take_claim(what, run)
             yield
         finally:
             if self._running is run:

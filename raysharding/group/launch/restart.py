@@ -71,8 +71,9 @@ def restart(
     spec.check()
     with UndoOnInterrupt():
         key = client.connection.key
+        record: FilesRecord | None = None
         try:
-            record: FilesRecord = client.connection.ask("begin_restart", key, claim, within_s=_STOP_S)
+            record = client.connection.ask("begin_restart", key, claim, within_s=_STOP_S)
             record = _settle(client, record)
             origin = record.origin
             if record.base is not None:
@@ -90,6 +91,8 @@ def restart(
             with client.making():
                 fresh = make(client, spec, opened, clock, check, reloaded=None if is_own else loaded)
         except BaseException as error:
+            if record is None and isinstance(error, Exception):
+                raise  # it was refused
             if isinstance(error, Exception):
                 error.add_note(f"raysharding: the group was being restarted: {why}")
             said = str(error) or type(error).__name__

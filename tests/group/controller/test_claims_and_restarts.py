@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def refused(run: Callable[[], object], why: str) -> None:
 
 
 def test_gradients_of_an_accumulation_are_one_drivers_alone(
-    both: tuple[ShardedModelGroup, ShardedModelGroup], checkpoint: Path, tmp_path: Path
+    both: tuple[ShardedModelGroup, ShardedModelGroup], checkpoint: Path
 ) -> None:
     first, second = both
     alone, together = norm(first, SMALL), norm(first, LARGE, SMALL)
@@ -121,9 +122,14 @@ def test_a_restart_by_another_driver_is_told_before_the_model_changes(
     assert not list(tmp_path.iterdir())
     assert norm(first, SMALL) > 0, "told once"
     assert norm(second, SMALL) > 0, "and not the one that has restarted it"
+    second.restart(world_size=1)
     with pytest.raises(ValueError, match="both handles are of one group"):
         first.copy_to(second)
-    assert second.call(int) == [0, 0]
+    rows = [{"input": [1.0] * 8}] * 2
+    run = partial(first.fit, rows, batch_size=2, loss=mean, max_steps=1, progress=False)
+    refused(run, "was restarted by the driver on")
+    assert run().num_steps == 1
+    assert second.call(int) == [0]
 
 
 def test_calls_of_other_threads_leave_a_restart_alone(checkpoint: Path) -> None:
