@@ -263,7 +263,7 @@ def test_a_copy_that_is_refused_in_one_queue_holds_up_neither(
     """Whichever of the two controllers queues the copy; the claim is another driver's."""
     for source, target in (pair, pair[::-1]):
         connection = target._client.connection
-        assert connection.ask("take_claim", connection.key, "predict", "its run") is None
+        target._client.take_claim("predict", "its run")
         with pytest.raises(GroupError, match="copy_to is refused while predict runs"):
             source.copy_to(target)
         assert source.call(int) == [0] * source.world_size

@@ -86,6 +86,8 @@ class Call(Generic[T]):
         self._collecting = threading.Lock()
         self._collected: list[T] = []
         self._owner: object = None
+        self.on_raise: Callable[[], object] = lambda: None
+        """Called when the caller gets the error of the call."""
         self.follows = False
         """True if the call failed because the other part of a joint call could not run."""
 
@@ -240,7 +242,11 @@ class Call(Generic[T]):
 
     async def _await(self) -> T:
         # Shielded: cancelling the waiting task must not mark the ranks' call as ended.
-        await asyncio.shield(asyncio.wrap_future(self._end_here()))
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._end_here()))
+        except GroupError:
+            self.on_raise()
+            raise
         return await asyncio.get_running_loop().run_in_executor(None, self.result)
 
     def __repr__(self) -> str:
@@ -345,6 +351,7 @@ class Call(Generic[T]):
             except concurrent.futures.TimeoutError:
                 raise self._too_slow(timeout_s) from None
             if error is not None:
+                self.on_raise()
                 # Without the frames of earlier calls, which would add up.
                 raise error.with_traceback(None)
 

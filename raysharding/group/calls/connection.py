@@ -245,7 +245,9 @@ class Connection:
             self.changed.notify_all()
         if found is None:
             return  # it has ended with the group
-        self.generation = outcome.generation or self.generation
+        if outcome.generation is not None:
+            # Not now: what the program submits before it looks at the error is refused, too.
+            call.on_raise = partial(setattr, self, "generation", outcome.generation)
         call.follows = outcome.follows
         call.end(raised_by(outcome), outcome.sent)
 

@@ -123,8 +123,13 @@ class _Copy:
         self._num_ended = 0
         self.whole: Call[CopyReport] = Call("copy_to", 0, Collect(lambda _: self._report()), 0.0, path.source)
         self._calls = path.source.submit_pair(path.target, "copy_to", specs, self._spec.key, refused_beside)
+        self.whole.on_raise = self._on_raise
         for number, call in enumerate(self._calls):
             call.when_done(partial(self._on_end, number))
+
+    def _on_raise(self) -> None:
+        for call in self._calls:
+            call.on_raise()
 
     def _on_end(self, number: int, call: Call) -> None:
         """Handle the end of one group's call, on its callback thread."""

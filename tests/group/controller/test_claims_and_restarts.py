@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -116,7 +117,9 @@ def test_a_restart_by_another_driver_is_told_before_the_model_changes(
         refused(second.restart, "restart is refused while fit of")  # which restarts by itself
     second.restart()
     assert first.forward(SMALL).shape == (4, 4), "what changes nothing needs not know"
-    calls = [add(first, SMALL), first.optim_step.remote(), first.save.remote(tmp_path / "stale")]
+    calls: list[Call] = [add(first, SMALL), first.optim_step.remote()]
+    assert all(call.wait(30) for call in calls), "and yet the program has not looked at them"
+    calls.append(first.save.remote(tmp_path / "stale"))
     for call in calls:
         refused(call.result, "was restarted by the driver on")
     assert not list(tmp_path.iterdir())
@@ -129,7 +132,14 @@ def test_a_restart_by_another_driver_is_told_before_the_model_changes(
     run = partial(first.fit, rows, batch_size=2, loss=mean, max_steps=1, progress=False)
     refused(run, "was restarted by the driver on")
     assert run().num_steps == 1
-    assert second.call(int) == [0]
+    second.restart(world_size=2)
+
+    async def awaited() -> None:
+        await first.zero_grad.remote()
+
+    refused(lambda: asyncio.run(awaited()), "was restarted by the driver on")
+    first.zero_grad()
+    assert second.call(int) == [0, 0]
 
 
 def test_calls_of_other_threads_leave_a_restart_alone(checkpoint: Path) -> None:
