@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +267,12 @@ def test_places_that_cannot_be(fields: dict[str, Any], message: str, tmp_path: P
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (WHOLE.double(), r"is torch.float64 of shape \[4, 6\], but .metadata says torch.float32"),
-        (WHOLE.reshape(6, 4), r"is torch.float32 of shape \[6, 4\], but"),
-        (WHOLE.to_sparse(), "is a torch.sparse_coo, not a strided tensor"),
-        ({"w": WHOLE}, "is a dict, not a strided tensor"),
-        (OrderedDict(w=WHOLE), "is a OrderedDict, not a strided tensor"),
-        (nn.Parameter(WHOLE), "is a Parameter, not a strided tensor"),
-        (WHOLE.to("meta"), "was saved on meta, without values"),
+        (WHOLE.double(), r"is torch.float64 \[4, 6\] torch.strided cpu, but .metadata says torch.float32 \[4, 6\]"),
+        (WHOLE.reshape(6, 4), r"is torch.float32 \[6, 4\] torch.strided cpu, but"),
+        (WHOLE.to_sparse(), r"is torch.float32 \[4, 6\] torch.sparse_coo"),
+        ({"w": WHOLE}, "is dict, but"),
+        (nn.Parameter(WHOLE), "is Parameter, but"),
+        (WHOLE.to("meta"), r"is torch.float32 \[4, 6\] torch.strided meta"),
     ],
 )
 def test_payload_that_is_not_what_metadata_says(payload: Any, message: str, tmp_path: Path) -> None:
@@ -295,18 +293,6 @@ def repack(data: Path, change: Any) -> None:
         for name, content in records.items():
             new, compression = change(name, content)
             archive.writestr(name, new, compression)
-
-
-def test_a_file_is_read_whole_though_a_read_gives_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads 2 GiB at most at once."""
-    write_dcp(tmp_path, {"w": cut(torch.arange(100_000))})
-
-    class Short(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
-            return super().readinto(memoryview(buffer)[:1000])
-
-    monkeypatch.setattr(dcp, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
-    assert_same_bits(read_all(tmp_path), {"w": torch.arange(100_000)})
 
 
 def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:
