@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
+from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, TensorInfo
 from raysharding.errors import CheckpointError, shown
 
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
@@ -150,47 +150,28 @@ def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
 def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
     """Check one tensor's entry by itself: types, dtype, shape, and that its bytes match its shape."""
     try:
-        if not isinstance(entry, dict):
-            raise ValueError(f"its header entry is a JSON {type(entry).__name__}, not an object")
-        missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
-        if missing:
-            raise ValueError(f"its header entry lacks {', '.join(missing)}")
-        dtype = _check_dtype(entry["dtype"])
-        shape = _check_shape(entry["shape"], dtype)
-        begin, end = _check_offsets(entry["data_offsets"])
+        dtype, shape, (begin, end) = _dtype(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or not all(map(_is_size, [*shape, begin, end])):
+            raise ValueError("shape and data_offsets are not lists of integers from 0 to 2**63 - 1")
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
+        # Dimensions of 0 count as 1: strides are computed without them and overflow all the same.
+        if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
+            raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
         num_bytes = math.prod(shape) * dtype.itemsize
         if end - begin != num_bytes:
-            what = f"shape {list(shape)} of {entry['dtype']} takes {num_bytes} bytes, but data_offsets "
-            raise ValueError(what + f"[{begin}, {end}] hold {end - begin}")
-    except ValueError as error:
-        raise CheckpointError(str(error), path=path, tensor=name) from error
-    return TensorInfo(name, dtype, shape, file, start + begin)
+            raise ValueError(f"shape {shape} of {dtype} takes {num_bytes} bytes, but data_offsets hold {end - begin}")
+    except (ValueError, TypeError, KeyError) as error:
+        said = str(error) if type(error) is ValueError else f"is malformed ({error!r})"
+        raise CheckpointError(f"{said}: its header entry is {shown(entry)}", path=path, tensor=name) from error
+    return TensorInfo(name, dtype, tuple(shape), file, start + begin)
 
 
-def _check_dtype(name: Any) -> torch.dtype:
-    dtype = DTYPE_OF_NAME.get(name) if isinstance(name, str) else None
-    if dtype is not None:
-        return dtype
-    if isinstance(name, str) and name in SUB_BYTE_NAMES:
-        raise ValueError(f"dtype {name} is unsupported: its elements are narrower than a byte")
-    raise ValueError(f"dtype {shown(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
-
-
-def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ValueError(f"shape {shown(shape)} is not a list of integers from 0 to 2**63 - 1")
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
-    # Dimensions of 0 count as 1: strides are computed without them and overflow all the same.
-    if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
-        raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
-    return tuple(shape)
-
-
-def _check_offsets(offsets: Any) -> tuple[int, int]:
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ValueError(f"data_offsets {shown(offsets)} are not two integers from 0 to 2**63 - 1")
-    return offsets[0], offsets[1]
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPE_OF_NAME:
+        what = f"dtype {shown(name)} is unknown or narrower than a byte; known are {', '.join(DTYPE_OF_NAME)}"
+        raise ValueError(what)
+    return DTYPE_OF_NAME[name]
 
 
 def _is_size(value: Any) -> bool:
@@ -203,11 +184,9 @@ def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: i
     position = start
     previous = "the header"
     for info in tensors:
-        if info.offset < position:
-            what = f"overlaps {previous}: begins at byte {info.offset}, which ends at {position}"
-            raise CheckpointError(what, path=path, tensor=info.name)
-        if info.offset > position:
-            what = f"begins at byte {info.offset}, but {previous} ends at {position}: a hole between them"
+        if info.offset != position:
+            kind = "overlaps it" if info.offset < position else "leaves a hole between them"
+            what = f"begins at byte {info.offset}, but {previous} ends at {position}: it {kind}"
             raise CheckpointError(what, path=path, tensor=info.name)
         position += info.num_bytes
         previous = f"tensor {shown(info.name)}"
