@@ -223,13 +223,12 @@ def connected(directory: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Convert errors of storage and pyarrow into a `DataError` that names the file."""
+def reading(path: str, what: str = "cannot be read") -> Iterator[None]:
+    """Convert errors of storage and pyarrow into a `DataError` that names the file and what could not be done."""
     import pyarrow as arrow
 
     try:
         yield
-    except CheckpointError as error:
-        raise DataError(f"cannot be read: {error.message}", path=path) from error
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"cannot be read: {str(error).strip()}", path=path) from error
+    except (CheckpointError, OSError, arrow.ArrowException) as error:
+        said = error.message if isinstance(error, CheckpointError) else str(error).strip()
+        raise DataError(f"{what}: {said}", path=getattr(error, "path", None) or path) from error
