@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.format.header import Header, header_sha256, parse_header, read_header_bytes
+from raysharding.checkpoint.format.header import header_sha256, parse_header, read_header_bytes
 from raysharding.checkpoint.format.index import FileSet, read_json, resolve_files
 from raysharding.checkpoint.format.locate import locate
 from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
@@ -214,13 +215,13 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
         raise CheckpointError(f"{what}: give {model} for the model alone, or {both}", path=given)
     paths = [join_path(file_set.directory, name) for name in file_set.names]
     read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
-    files, headers = [file for file, _ in read], [header for _, header in read]
-    tensors = _merge(files, headers)
+    files = [file for file, _, _ in read]
+    tensors = _merge(files, [infos for _, infos, _ in read])
     if file_set.weight_map is not None:
         _check_index(file_set, tensors)
     metadata: dict[str, str] = {}
-    for header in headers:
-        metadata = header.metadata | metadata
+    for _, _, own in read:
+        metadata = own | metadata
     config, generation_config = _configs(storage, file_set.directory)
     adapter = None
     if file_set.names == (ADAPTER_NAME,):
@@ -233,9 +234,9 @@ def _configs(storage: Storage, directory: str) -> list[dict[str, Any] | None]:
     return [read_json(storage, directory, name, strict=False) for name in ("config.json", "generation_config.json")]
 
 
-def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
+def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, list[TensorInfo], dict[str, str]]:
     file, data = _identify(storage, path)
-    return file, parse_header(path, number, file.num_bytes, data)
+    return file, *parse_header(path, number, file.num_bytes, data)
 
 
 def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
@@ -246,14 +247,13 @@ def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
     return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag), data
 
 
-def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:
+def _merge(files: list[CheckpointFile], headers: list[list[TensorInfo]]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for header in headers:
-        for info in header.tensors:
-            first = tensors.setdefault(info.name, info)
-            if first is not info:
-                what = f"is in this file and in {files[first.file].name} too: remove one"
-                raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
+    for info in chain(*headers):
+        first = tensors.setdefault(info.name, info)
+        if first is not info:
+            what = f"is in this file and in {files[first.file].name} too: remove one"
+            raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
     return tensors
 
 

@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
@@ -79,28 +78,16 @@ _MAX_INT64: Final = (1 << 63) - 1
 _LENGTH_BYTES: Final = 8
 
 
-@dataclass(frozen=True)
-class Header:
-    """The checked header of one file."""
-
-    tensors: tuple[TensorInfo, ...]
-    """In file order."""
-    metadata: dict[str, str]
-    """`__metadata__`; empty where there is none."""
-
-
 def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Read the bytes of the header, without its length. Checks only the length."""
-    if num_bytes < _LENGTH_BYTES:
-        raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
-    length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
+    length = int.from_bytes(read(0, _LENGTH_BYTES), "little") if num_bytes >= _LENGTH_BYTES else 0
     if length > MAX_HEADER_BYTES:
         what = f"header length {length} is over the cap of {MAX_HEADER_BYTES} bytes: not a safetensors file?"
         raise CheckpointError(what, path=path)
     if length > num_bytes - _LENGTH_BYTES:
         what = f"header length {length} does not fit into the file's {num_bytes} bytes: it is truncated"
         raise CheckpointError(what, path=path)
-    return _read_exactly(path, read, _LENGTH_BYTES, length)
+    return read(_LENGTH_BYTES, length)
 
 
 def header_sha256(data: bytes) -> str:
@@ -110,8 +97,8 @@ def header_sha256(data: bytes) -> str:
     return digest.hexdigest()
 
 
-def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
-    """Parse the header `data` (without its length) of a file of `num_bytes`, and check it."""
+def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Check the header `data` (without its length) of a file of `num_bytes`; return tensors in file order, metadata."""
     start = _LENGTH_BYTES + len(data)
     assert start <= num_bytes, f"{path}: a header that ends at {start} in a file of {num_bytes}"
     if not data.startswith(b"{"):
@@ -126,24 +113,12 @@ def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
         key=lambda info: (info.offset, info.num_bytes),
     )
     _check_tiling(path, tensors, start, num_bytes)
-    return Header(tuple(tensors), metadata)
-
-
-def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
-    data = read(offset, length)
-    if len(data) != length:
-        what = f"ended at byte {offset + len(data)} while its header was read: it is truncated or being written"
-        raise CheckpointError(what, path=path)
-    return data
+    return tensors, metadata
 
 
 def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string"
-            raise CheckpointError(what, path=path)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"__metadata__ is no object of strings: {shown(metadata)}", path=path)
     return metadata
 
 

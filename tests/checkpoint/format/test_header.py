@@ -49,8 +49,8 @@ FILES: list[tuple[str, Any, bytes, str | None, str]] = [
     ("offsets nested deep", {"a": entry(offsets=json.loads("[" * 500 + "]" * 500))}, bytes(4), "a", NO_SIZES),
     ("no dtype", {"a": {"shape": [4], "data_offsets": [0, 4]}}, bytes(4), "a", "malformed .KeyError.'dtype'"),
     ("entry is a list", {"a": [1, 2]}, bytes(4), "a", "malformed"),
-    ("metadata is a list", {"__metadata__": []}, b"", None, "__metadata__ is a JSON list"),
-    ("metadata value is a number", {"__metadata__": {"step": 3}}, b"", None, "maps 'step' to 3"),
+    ("metadata is a list", {"__metadata__": []}, b"", None, "__metadata__ is no object of strings"),
+    ("metadata value is a number", {"__metadata__": {"step": 3}}, b"", None, "__metadata__ .*'step': 3"),
     ("name given twice", b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4), None, "key 'a' twice"),
     (
         "dtype given twice",
@@ -86,8 +86,8 @@ def test_a_wrong_header_is_refused(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "has 0 bytes"),
-        (b"\x02\0\0\0\0\0\0", "has 7 bytes"),
+        (b"", "0 bytes: it is truncated"),
+        (b"\x02\0\0\0\0\0\0", "7 bytes: it is truncated"),
         ((3).to_bytes(8, "little") + b"{}", "header length 3 does not fit"),
         ((1 << 63).to_bytes(8, "little") + b"{}", "over the cap"),
         ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "over the cap"),

@@ -19,8 +19,7 @@ from raysharding.checkpoint import FileReader, locate, open_checkpoint, open_con
 from raysharding.checkpoint.format.locate import seen_here
 from raysharding.checkpoint.storage import hub as hub_module
 from raysharding.checkpoint.storage.hub import HubAccess, HubPath, adopt_access, hub_access
-from raysharding.checkpoint.storage.interface import read_bytes
-from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.remote import read_bytes, remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.cli import main
 from tests.clock import now

@@ -54,9 +54,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "PIECE_BYTES", 64)
 
 
-@pytest.mark.parametrize("piece_bytes", [64, 1000, 4 << 20])
-def test_every_dtype_and_shape(piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp, "PIECE_BYTES", piece_bytes)
+@pytest.mark.usefixtures("small_pieces")
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
     tensors = random_tensors() | {"C128": torch.randn(7, 5, dtype=torch.complex128), "wide": torch.randn(2, 999)}
     save_with_torch(tmp_path, tensors)
     assert_same_bits(read_all(tmp_path), tensors)

@@ -24,7 +24,7 @@ from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, save
 
 
-def test_the_safetensors_library_reads_every_dtype_and_shape_bit_exactly(tmp_path: Path) -> None:
+def test_the_safetensors_library_and_our_reader_read_every_dtype_and_shape_bit_exactly(tmp_path: Path) -> None:
     tensors = random_tensors()
     readable = {name: tensor for name, tensor in tensors.items() if not name.startswith("F8_E8M0")}
     save(tmp_path / "model.safetensors", readable)
@@ -36,17 +36,17 @@ def test_the_safetensors_library_reads_every_dtype_and_shape_bit_exactly(tmp_pat
         assert torch.equal(bits(loaded[name]), bits(tensor)), name
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-def test_our_own_reader_reads_every_dtype_and_all_is_aligned(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    save(tmp_path / "model.safetensors", tensors)
-    checkpoint = open_checkpoint(tmp_path)
+    save(tmp_path / "all.safetensors", tensors)
+    checkpoint = open_checkpoint(tmp_path / "all.safetensors")
     with FileReader(checkpoint.files) as reader:
         for name, tensor in tensors.items():
             info = checkpoint.tensors[name]
             assert info.offset % info.dtype.itemsize == 0
             assert torch.equal(bits(reader.read_tensor(info)), bits(tensor)), name
+        assert reader.num_bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+        reader.verify_unchanged()
+    save(tmp_path / "none.safetensors", {})
+    assert load_file(tmp_path / "none.safetensors") == open_checkpoint(tmp_path / "none.safetensors").tensors == {}
 
 
 def test_parts_in_any_order(tmp_path: Path) -> None:
@@ -62,12 +62,6 @@ def test_parts_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["x"], tensor)
     assert path.stat().st_size == writer.num_bytes
     assert open_checkpoint(path).metadata == {"by": "us"}
-
-
-def test_a_file_without_tensors(tmp_path: Path) -> None:
-    save(tmp_path / "model.safetensors", {})
-    assert load_file(tmp_path / "model.safetensors") == {}
-    assert open_checkpoint(tmp_path).tensors == {}
 
 
 @pytest.mark.parametrize(
