@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
@@ -91,18 +91,10 @@ class Checkpoint:
 
     def to_json(self) -> bytes:
         """Encode as JSON (ASCII) for ranks that cannot see the files. `from_json` returns an equal `Checkpoint`."""
-        tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
-        fields = {
-            "path": self.path,
-            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256, file.etag] for file in self.files],
-            "tensors": tensors,
-            "config": self.config,
-            "metadata": self.metadata,
-            "adapter": self.adapter,
-            "is_random": self.is_random,
-            "generation_config": self.generation_config,
-        }
-        return json.dumps(fields, separators=(",", ":")).encode("ascii")
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain["files"] = [astuple(file) for file in self.files]
+        plain["tensors"] = [(t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset) for t in self.tensors.values()]
+        return json.dumps(plain, separators=(",", ":")).encode("ascii")
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -112,14 +104,13 @@ class Checkpoint:
             CheckpointError: `data` does not come from `to_json`.
         """
         try:
-            fields = json.loads(data)
+            plain = json.loads(data)
             tensors = {
                 name: TensorInfo(name, DTYPE_OF_NAME[dtype], tuple(shape), file, offset)
-                for name, dtype, shape, file, offset in fields["tensors"]
+                for name, dtype, shape, file, offset in plain.pop("tensors")
             }
-            files = tuple(CheckpointFile(*file) for file in fields["files"])
-            rest = ("config", "metadata", "adapter", "is_random", "generation_config")
-            return cls(fields["path"], files, tensors, **{name: fields[name] for name in rest})
+            files = tuple(CheckpointFile(*file) for file in plain.pop("files"))
+            return cls(files=files, tensors=tensors, **plain)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"

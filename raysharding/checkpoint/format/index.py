@@ -28,7 +28,7 @@ from raysharding.checkpoint.storage import (
     require_file,
     split_path,
 )
-from raysharding.errors import CheckpointError, shown
+from raysharding.errors import CheckpointError, listed, shown
 
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
@@ -177,9 +177,8 @@ def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> Checkp
         what, cure = f"holds no {_SUFFIX} file, only pickled weights, which are never read", _CONVERT
     else:
         what, cure = f"holds no {_SUFFIX} file", "give the directory or index of the weights"
-    listed = found or pickled or names
-    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-    return CheckpointError(f"{what}; it holds {', '.join(listed[:8]) or 'nothing'}{more}: {cure}", path=directory)
+    held = listed(found or pickled or names) or "nothing"
+    return CheckpointError(f"{what}; it holds {held}: {cure}", path=directory)
 
 
 def _read_index(storage: Storage, path: str) -> FileSet:

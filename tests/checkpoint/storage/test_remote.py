@@ -16,7 +16,7 @@ from raysharding.checkpoint.format import read_beside
 from raysharding.checkpoint.format.sidecars import read_sidecar
 from raysharding.checkpoint.storage import file_system_type, storage_of
 from raysharding.checkpoint.storage.interface import Found
-from raysharding.checkpoint.storage.remote import RemoteFile, connect, cut_views
+from raysharding.checkpoint.storage.remote import RemoteFile, connect
 from raysharding.checkpoint.storage.requests import RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, normal_path, split_path
 from raysharding.errors import CheckpointError
@@ -120,16 +120,6 @@ def test_a_range_is_cut_into_parts_and_scattered_over_views(local: Path, s3: S3S
     gets = [request for request in s3.proxy.requests if request.method == "GET"]
     assert [request.body_bytes <= 300_000 for request in gets] == [True] * -(-sum(sizes) // 300_000)
     assert 1 < s3.proxy.most_in_flight <= 3
-
-
-def test_cut_views_gives_every_byte_once() -> None:
-    data = memoryview(bytearray(range(250)))
-    for part_bytes in (1, 7, 100, 249, 250, 1000):
-        parts = cut_views([data[:3], data[3:3], data[3:120].cast("B"), data[120:]], part_bytes)
-        lengths = [sum(view.nbytes for view in part) for part in parts]
-        assert lengths[:-1] == [part_bytes] * (len(parts) - 1)
-        assert b"".join(bytes(view) for part in parts for view in part) == bytes(data)
-    assert cut_views([data[:0]], 10) == []
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "sub/x.safetensors", "..%2Fx.safetensors/y", "pytorch_model.bin"])

@@ -144,14 +144,6 @@ def test_of_two_saves_to_one_place_the_second_is_refused(tmp_path: Path) -> None
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_without_exchange_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
-    save_value(tmp_path / "ckpt", 1)
-    save_value(tmp_path / "ckpt", 2, overwrite=True)
-    assert load_value(tmp_path / "ckpt") == 2
-    assert names(tmp_path) == ["ckpt"]
-
-
 def test_a_save_killed_between_two_renames_is_found_by_the_loader(tmp_path: Path) -> None:
     save_value(tmp_path / "ckpt", 1)
     (tmp_path / "ckpt").rename(tmp_path / ".ckpt.old-0abc")
@@ -159,11 +151,13 @@ def test_a_save_killed_between_two_renames_is_found_by_the_loader(tmp_path: Path
         open_checkpoint(tmp_path / "ckpt")
 
 
-def test_the_second_rename_failing_puts_the_old_checkpoint_back(
+def test_without_exchange_two_renames_do_and_the_second_one_failing_puts_the_old_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_value(tmp_path / "ckpt", 1)
     monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    for value in (0, 1):
+        save_value(tmp_path / "ckpt", value, overwrite=True)
+        assert load_value(tmp_path / "ckpt") == value
     rename = os.rename
 
     def fail(source: str, target: str) -> None:
