@@ -114,9 +114,7 @@ def test_what_is_no_data_is_named(tmp_path: Path, csv_file: Path) -> None:
             "[1, 2]",
             r"a.jsonl: cannot be read: line 1: JSON parse error: .* write a JSON array as lines, pandas",
         ),
-        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "b.jsonl: cannot be read: line 2: JSON parse error: .*x"),
         ("c.jsonl", "", "c.jsonl: has no rows"),
-        ("d.csv", "a,b\n1\n", "d.csv: cannot be read: line 2: CSV parse error"),
         (
             "e.jsonl",
             '{"x": 1}\n' * 512 + '{"x": "one"}',
