@@ -22,9 +22,10 @@ type, such as `ValueError`, the `GroupError` also inherits from that type (`caug
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, Literal
 
 FailureKind = Literal["raised", "died", "hung", "collateral"]
@@ -47,6 +48,12 @@ def shown(value: object) -> str:
     A tensor's name in a header may have a million digits; `repr` of a deep list could overflow the stack.
     """
     return _SHORT.repr(value)
+
+
+def listed(names: Collection[str]) -> str:
+    """Return at most 8 names for a message, and how many more there are."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(islice(names, 8)) + more
 
 
 class RayshardingError(Exception):

@@ -110,9 +110,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         files = repo.commits[commit]
         if what == "revision":
-            return self._json({"id": f"{org}/{name}", "sha": commit})
-        if what == "tree":
-            return self._json([_entry(path, data) for path, data in files.items()])
+            siblings = [
+                {"rfilename": path, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                for path, data in files.items()
+            ]
+            body = json.dumps({"id": f"{org}/{name}", "sha": commit, "siblings": siblings})
+            return self._send(200, body.encode())
         path = "/".join(filter(None, inside))
         if what != "resolve" or path not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -120,9 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
             target = f"{self.hub.other_host}/cdn/{org}/{name}/{commit}/{path}?signature={self.hub.signature}"
             return self._send(302, b"", {"Location": target})
         return self._file(files[path])
-
-    def _json(self, value: Any) -> None:
-        self._send(200, json.dumps(value).encode())
 
     def _file(self, data: bytes) -> None:
         found = _RANGE.fullmatch(self.headers["Range"] or "")
@@ -145,10 +145,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-def _entry(path: str, data: bytes) -> dict[str, Any]:
-    return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
 @contextmanager

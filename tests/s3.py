@@ -36,7 +36,7 @@ class S3Server:
     def __init__(self, host: str, port: int, proxy: FaultyProxy) -> None:
         self._address = (host, port)
         self.proxy = proxy
-        self._put(f"/{self.bucket}", b"")
+        self._send("PUT", f"/{self.bucket}", b"")
 
     def uri(self, key: str) -> str:
         """URI of an object or directory of the bucket, by way of the proxy."""
@@ -50,7 +50,7 @@ class S3Server:
 
     def put(self, key: str, data: bytes) -> None:
         """Write one object, past the proxy."""
-        self._put(f"/{self.bucket}/{quote(key)}", data)
+        self._send("PUT", f"/{self.bucket}/{quote(key)}", data)
 
     def upload(self, directory: Path, key: str) -> str:
         """Write the files at and below a directory as `key/name` and return the URI of `key`."""
@@ -61,9 +61,6 @@ class S3Server:
     def delete(self, key: str) -> None:
         """Remove one object."""
         self._send("DELETE", f"/{self.bucket}/{quote(key)}", b"")
-
-    def _put(self, path: str, data: bytes) -> None:
-        self._send("PUT", path, data)
 
     def _send(self, method: str, path: str, data: bytes) -> None:
         connection = HTTPConnection(*self._address, timeout=30)

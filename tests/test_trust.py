@@ -8,8 +8,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,15 @@ UNPICKLING = {
 """What drivers, controller and ranks send each other over Ray, and the record in Ray's KV; no file is read there."""
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """(file, dotted name, call) of every call in the package."""
-    for path in sorted((ROOT / "raysharding").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield str(path.relative_to(ROOT)), ast.unparse(node.func), node
+    return [
+        (str(path.relative_to(ROOT)), ast.unparse(node.func), node)
+        for path in sorted((ROOT / "raysharding").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def test_pickles_are_read_in_the_group_only() -> None:

@@ -20,12 +20,8 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".json")
 """Endings of files of rows. Of a directory, the files with the first of these that it has are read."""
 _HUB_NAME = re.compile(r"(?P<name>[^:]+)(:(?P<split>[\w.%+\[\]:-]+))?")
 _HANDLES = 32
-_CURES = {
-    ".gz .bz2 .zst .xz .zip": "it is compressed, and rows are read by ranges of bytes: decompress it, or write Parquet",
-    ".arrow .feather": "write Parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(path), other)",
-    ".txt .tsv .xlsx .pkl": "write Parquet: pandas.DataFrame(rows).to_parquet(other)",
-}
-"""Endings of files that hold rows and are not read → what to do."""
+_OTHER_SUFFIXES = [".gz", ".bz2", ".zst", ".xz", ".zip", ".arrow", ".feather", ".txt", ".tsv", ".xlsx", ".pkl"]
+_CURE = "write Parquet, such as by pandas.DataFrame(rows).to_parquet(other); what is compressed, decompress"
 
 
 @dataclass(frozen=True)
@@ -189,8 +185,8 @@ def list_files(directory: str) -> tuple[str, ...]:
         system, inside = connected(directory)
         info = system.get_file_info(inside)
         if info.type == arrow_fs.FileType.File:
-            if cure := _cure(inside):
-                raise DataError(f"ends in none of {', '.join(SUFFIXES)}: {cure}", path=directory)
+            if os.path.splitext(inside)[1] in _OTHER_SUFFIXES:
+                raise DataError(f"ends in none of {', '.join(SUFFIXES)}: {_CURE}", path=directory)
             return (inside,)
         if info.type == arrow_fs.FileType.NotFound:
             cure = "check the spelling, and that the ranks' nodes see it"
@@ -203,14 +199,7 @@ def list_files(directory: str) -> tuple[str, ...]:
         files = tuple(sorted(path for path in shown if path.lower().endswith(suffix)))
         if files:
             return files
-    others = next((f"; of {path}: {cure}" for path in shown if (cure := _cure(path))), "")
-    raise DataError(f"holds no {', '.join(SUFFIXES)} file that is not hidden{others}", path=directory)
-
-
-def _cure(path: str) -> str:
-    """Return what to do with a file of an ending that is not read; empty for any other file."""
-    ending = os.path.splitext(path)[1]
-    return next((cure for endings, cure in _CURES.items() if ending in endings.split()), "") if ending else ""
+    raise DataError(f"holds no {', '.join(SUFFIXES)} file that is not hidden: {_CURE}", path=directory)
 
 
 def connected(directory: str) -> tuple[Any, str]:
@@ -223,13 +212,12 @@ def connected(directory: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Convert errors of storage and pyarrow into a `DataError` that names the file."""
+def reading(path: str, what: str = "cannot be read") -> Iterator[None]:
+    """Convert errors of storage and pyarrow into a `DataError` that names the file and what could not be done."""
     import pyarrow as arrow
 
     try:
         yield
-    except CheckpointError as error:
-        raise DataError(f"cannot be read: {error.message}", path=path) from error
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"cannot be read: {str(error).strip()}", path=path) from error
+    except (CheckpointError, OSError, arrow.ArrowException) as error:
+        said = error.message if isinstance(error, CheckpointError) else str(error).strip()
+        raise DataError(f"{what}: {said}", path=getattr(error, "path", None) or path) from error

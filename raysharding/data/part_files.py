@@ -18,8 +18,8 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from raysharding.checkpoint.storage import (
     storage_of,
 )
 from raysharding.data.arrow_rows import join_tables
-from raysharding.data.files import connected
+from raysharding.data.files import connected, reading
 from raysharding.errors import CheckpointError, DataError, shown
 
 RECORD_NAME: Final = "_predict.json"
@@ -194,17 +194,9 @@ class _AtomicFile(io.RawIOBase):
             output.abort()
 
 
-@contextmanager
-def writing(path: str) -> Iterator[None]:
+def writing(path: str) -> AbstractContextManager[None]:
     """Convert errors of storage and pyarrow into a `DataError` that names the file."""
-    import pyarrow as arrow
-
-    try:
-        yield
-    except CheckpointError as error:
-        raise DataError(error.message, path=error.path or path) from error
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"cannot be written: {str(error).strip()}", path=path) from error
+    return reading(path, "cannot be written")
 
 
 @dataclass

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from string import ascii_letters, digits
 from typing import Any, Self
 
 import numpy as np
@@ -32,8 +31,8 @@ _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 """A row as pyarrow's parser of CSV ends it: a quote opens a field only at its beginning, and two in it are one."""
 _CODE = r"^\s*[+-]?(0[\dxX].*|\d{16,}\s*)$"
 """A number that begins with 0, or that int64 or float64 may change."""
-_INSIDE = np.isin(np.arange(256), np.frombuffer(b"./:_" + (digits + ascii_letters).encode(), np.uint8))
-"""Bytes after which digits begin no integer: those of floats, dates, times and words."""
+_LONG_OR_PADDED = re.compile(rb"(?<![0-9A-Za-z./:_])0[0-9xX]|(?<![0-9.])[0-9]{16}")
+"""What may begin such a number; not within a float, a date, a time or a word."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ def _unlike_numbers(file: str, data: bytes, table: Any, names: list[str] | None)
             with np.errstate(invalid="ignore"):  # 2^63
                 inexact = values[values.astype(np.float64).astype(values.dtype) != values]
             yield from ((name, str(one)) for one in inexact[:1])
-    if not _has_long_or_padded(data):
+    if not _LONG_OR_PADDED.search(data):
         return
     if _is_csv(file):
         texts = _parsed(file, data, names, arrow.schema([(name, arrow.string()) for name in numbers]), list(numbers))
@@ -318,15 +317,6 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     while match := re.compile(r"\s*(?=\S)").match(text, place):
         found, place = decoder.raw_decode(text, match.end())
         yield found
-
-
-def _has_long_or_padded(data: bytes) -> bool:
-    """Return True if 16 digits, or 0 and a digit or x, may begin a number in a block."""
-    values = np.frombuffer(b"\n" + data + b"\n", dtype=np.uint8)
-    others = np.flatnonzero((values < 48) | (values > 57))
-    before, after, length = values[others[:-1]], values[others[1:]], np.diff(others) - 1
-    is_padded = (values[others[:-1] + 1] == 48) & ((length > 1) | ((length == 1) & ((after | 32) == ord("x"))))
-    return bool(((length >= 16) & (before != ord("."))).any() or (is_padded & ~_INSIDE[before]).any())
 
 
 def _is_code(value: Any) -> bool:

@@ -12,7 +12,6 @@ from raysharding.checkpoint.format.checksum import ALGORITHM, Checksums
 from raysharding.checkpoint.format.header import (
     MAX_DIMS,
     MAX_HEADER_BYTES,
-    Header,
     header_sha256,
     is_text,
     parse_object,

@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.format.header import Header, header_sha256, parse_header, read_header_bytes
+from raysharding.checkpoint.format.header import header_sha256, parse_header, read_header_bytes
 from raysharding.checkpoint.format.index import FileSet, read_json, resolve_files
 from raysharding.checkpoint.format.locate import locate
 from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
@@ -90,18 +91,10 @@ class Checkpoint:
 
     def to_json(self) -> bytes:
         """Encode as JSON (ASCII) for ranks that cannot see the files. `from_json` returns an equal `Checkpoint`."""
-        tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
-        fields = {
-            "path": self.path,
-            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256, file.etag] for file in self.files],
-            "tensors": tensors,
-            "config": self.config,
-            "metadata": self.metadata,
-            "adapter": self.adapter,
-            "is_random": self.is_random,
-            "generation_config": self.generation_config,
-        }
-        return json.dumps(fields, separators=(",", ":")).encode("ascii")
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain["files"] = [astuple(file) for file in self.files]
+        plain["tensors"] = [(t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset) for t in self.tensors.values()]
+        return json.dumps(plain, separators=(",", ":")).encode("ascii")
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -111,14 +104,13 @@ class Checkpoint:
             CheckpointError: `data` does not come from `to_json`.
         """
         try:
-            fields = json.loads(data)
+            plain = json.loads(data)
             tensors = {
                 name: TensorInfo(name, DTYPE_OF_NAME[dtype], tuple(shape), file, offset)
-                for name, dtype, shape, file, offset in fields["tensors"]
+                for name, dtype, shape, file, offset in plain.pop("tensors")
             }
-            files = tuple(CheckpointFile(*file) for file in fields["files"])
-            rest = ("config", "metadata", "adapter", "is_random", "generation_config")
-            return cls(fields["path"], files, tensors, **{name: fields[name] for name in rest})
+            files = tuple(CheckpointFile(*file) for file in plain.pop("files"))
+            return cls(files=files, tensors=tensors, **plain)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
@@ -214,13 +206,13 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
         raise CheckpointError(f"{what}: give {model} for the model alone, or {both}", path=given)
     paths = [join_path(file_set.directory, name) for name in file_set.names]
     read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
-    files, headers = [file for file, _ in read], [header for _, header in read]
-    tensors = _merge(files, headers)
+    files = [file for file, _, _ in read]
+    tensors = _merge(files, [infos for _, infos, _ in read])
     if file_set.weight_map is not None:
         _check_index(file_set, tensors)
     metadata: dict[str, str] = {}
-    for header in headers:
-        metadata = header.metadata | metadata
+    for _, _, own in read:
+        metadata = own | metadata
     config, generation_config = _configs(storage, file_set.directory)
     adapter = None
     if file_set.names == (ADAPTER_NAME,):
@@ -233,9 +225,9 @@ def _configs(storage: Storage, directory: str) -> list[dict[str, Any] | None]:
     return [read_json(storage, directory, name, strict=False) for name in ("config.json", "generation_config.json")]
 
 
-def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
+def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, list[TensorInfo], dict[str, str]]:
     file, data = _identify(storage, path)
-    return file, parse_header(path, number, file.num_bytes, data)
+    return file, *parse_header(path, number, file.num_bytes, data)
 
 
 def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
@@ -246,14 +238,13 @@ def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
     return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag), data
 
 
-def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:
+def _merge(files: list[CheckpointFile], headers: list[list[TensorInfo]]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for header in headers:
-        for info in header.tensors:
-            first = tensors.setdefault(info.name, info)
-            if first is not info:
-                what = f"is in this file and in {files[first.file].name} too: remove one"
-                raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
+    for info in chain(*headers):
+        first = tensors.setdefault(info.name, info)
+        if first is not info:
+            what = f"is in this file and in {files[first.file].name} too: remove one"
+            raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
     return tensors
 
 

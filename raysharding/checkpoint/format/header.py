@@ -12,12 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
 
-from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
+from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, TensorInfo
 from raysharding.errors import CheckpointError, shown
 
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
@@ -79,28 +78,16 @@ _MAX_INT64: Final = (1 << 63) - 1
 _LENGTH_BYTES: Final = 8
 
 
-@dataclass(frozen=True)
-class Header:
-    """The checked header of one file."""
-
-    tensors: tuple[TensorInfo, ...]
-    """In file order."""
-    metadata: dict[str, str]
-    """`__metadata__`; empty where there is none."""
-
-
 def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Read the bytes of the header, without its length. Checks only the length."""
-    if num_bytes < _LENGTH_BYTES:
-        raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
-    length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
+    length = int.from_bytes(read(0, _LENGTH_BYTES), "little") if num_bytes >= _LENGTH_BYTES else 0
     if length > MAX_HEADER_BYTES:
         what = f"header length {length} is over the cap of {MAX_HEADER_BYTES} bytes: not a safetensors file?"
         raise CheckpointError(what, path=path)
     if length > num_bytes - _LENGTH_BYTES:
         what = f"header length {length} does not fit into the file's {num_bytes} bytes: it is truncated"
         raise CheckpointError(what, path=path)
-    return _read_exactly(path, read, _LENGTH_BYTES, length)
+    return read(_LENGTH_BYTES, length)
 
 
 def header_sha256(data: bytes) -> str:
@@ -110,8 +97,8 @@ def header_sha256(data: bytes) -> str:
     return digest.hexdigest()
 
 
-def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
-    """Parse the header `data` (without its length) of a file of `num_bytes`, and check it."""
+def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Check the header `data` (without its length) of a file of `num_bytes`; return tensors in file order, metadata."""
     start = _LENGTH_BYTES + len(data)
     assert start <= num_bytes, f"{path}: a header that ends at {start} in a file of {num_bytes}"
     if not data.startswith(b"{"):
@@ -126,71 +113,40 @@ def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
         key=lambda info: (info.offset, info.num_bytes),
     )
     _check_tiling(path, tensors, start, num_bytes)
-    return Header(tuple(tensors), metadata)
-
-
-def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
-    data = read(offset, length)
-    if len(data) != length:
-        what = f"ended at byte {offset + len(data)} while its header was read: it is truncated or being written"
-        raise CheckpointError(what, path=path)
-    return data
+    return tensors, metadata
 
 
 def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string"
-            raise CheckpointError(what, path=path)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"__metadata__ is no object of strings: {shown(metadata)}", path=path)
     return metadata
 
 
 def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
     """Check one tensor's entry by itself: types, dtype, shape, and that its bytes match its shape."""
     try:
-        if not isinstance(entry, dict):
-            raise ValueError(f"its header entry is a JSON {type(entry).__name__}, not an object")
-        missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
-        if missing:
-            raise ValueError(f"its header entry lacks {', '.join(missing)}")
-        dtype = _check_dtype(entry["dtype"])
-        shape = _check_shape(entry["shape"], dtype)
-        begin, end = _check_offsets(entry["data_offsets"])
+        dtype, shape, (begin, end) = _dtype(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or not all(map(_is_size, [*shape, begin, end])):
+            raise ValueError("shape and data_offsets are not lists of integers from 0 to 2**63 - 1")
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
+        # Dimensions of 0 count as 1: strides are computed without them and overflow all the same.
+        if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
+            raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
         num_bytes = math.prod(shape) * dtype.itemsize
         if end - begin != num_bytes:
-            what = f"shape {list(shape)} of {entry['dtype']} takes {num_bytes} bytes, but data_offsets "
-            raise ValueError(what + f"[{begin}, {end}] hold {end - begin}")
-    except ValueError as error:
-        raise CheckpointError(str(error), path=path, tensor=name) from error
-    return TensorInfo(name, dtype, shape, file, start + begin)
+            raise ValueError(f"shape {shape} of {dtype} takes {num_bytes} bytes, but data_offsets hold {end - begin}")
+    except (ValueError, TypeError, KeyError) as error:
+        said = str(error) if type(error) is ValueError else f"is malformed ({error!r})"
+        raise CheckpointError(f"{said}: its header entry is {shown(entry)}", path=path, tensor=name) from error
+    return TensorInfo(name, dtype, tuple(shape), file, start + begin)
 
 
-def _check_dtype(name: Any) -> torch.dtype:
-    dtype = DTYPE_OF_NAME.get(name) if isinstance(name, str) else None
-    if dtype is not None:
-        return dtype
-    if isinstance(name, str) and name in SUB_BYTE_NAMES:
-        raise ValueError(f"dtype {name} is unsupported: its elements are narrower than a byte")
-    raise ValueError(f"dtype {shown(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
-
-
-def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ValueError(f"shape {shown(shape)} is not a list of integers from 0 to 2**63 - 1")
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
-    # Dimensions of 0 count as 1: strides are computed without them and overflow all the same.
-    if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
-        raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
-    return tuple(shape)
-
-
-def _check_offsets(offsets: Any) -> tuple[int, int]:
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ValueError(f"data_offsets {shown(offsets)} are not two integers from 0 to 2**63 - 1")
-    return offsets[0], offsets[1]
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPE_OF_NAME:
+        what = f"dtype {shown(name)} is unknown or narrower than a byte; known are {', '.join(DTYPE_OF_NAME)}"
+        raise ValueError(what)
+    return DTYPE_OF_NAME[name]
 
 
 def _is_size(value: Any) -> bool:
@@ -203,11 +159,9 @@ def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: i
     position = start
     previous = "the header"
     for info in tensors:
-        if info.offset < position:
-            what = f"overlaps {previous}: begins at byte {info.offset}, which ends at {position}"
-            raise CheckpointError(what, path=path, tensor=info.name)
-        if info.offset > position:
-            what = f"begins at byte {info.offset}, but {previous} ends at {position}: a hole between them"
+        if info.offset != position:
+            kind = "overlaps it" if info.offset < position else "leaves a hole between them"
+            what = f"begins at byte {info.offset}, but {previous} ends at {position}: it {kind}"
             raise CheckpointError(what, path=path, tensor=info.name)
         position += info.num_bytes
         previous = f"tensor {shown(info.name)}"

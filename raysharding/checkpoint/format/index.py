@@ -28,12 +28,13 @@ from raysharding.checkpoint.storage import (
     require_file,
     split_path,
 )
-from raysharding.errors import CheckpointError, shown
+from raysharding.errors import CheckpointError, listed, shown
 
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
 _SHARD_NAME: Final = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?\.safetensors$")
 """One of several files. Without an index nothing shows that all are there: a save or a download may have ended."""
+_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
 """Longest index, manifest or config.json that is read."""
@@ -82,7 +83,7 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
         require_file(found, normal)
         return FileSet(directory, (name,), None, None)
     what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
-    if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
+    if name.endswith(_PICKLED):
         what += f", and pickled weights are never read; {_CONVERT}"
     raise CheckpointError(what, path=path)
 
@@ -169,17 +170,15 @@ def _nothing_there(path: str, normal: str) -> CheckpointError:
 
 def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> CheckpointError:
     """Return the error for a directory without a usable checkpoint: what it holds, and the cure."""
+    pickled = [name for name in names if name.endswith(_PICKLED)]
     if found:
-        listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-        what = f"holds {len(found)} {_SUFFIX} files ({listed}) and no {INDEX_NAME}: give one file, or restore the index"
-        return CheckpointError(what, path=directory)
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickled:
-        what = f"holds no {_SUFFIX} file, only pickled weights ({', '.join(pickled[:8])}), which are never read"
-        return CheckpointError(f"{what}; {_CONVERT}", path=directory)
-    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    what = f"holds no {_SUFFIX} file; it holds {listed or 'nothing'}"
-    return CheckpointError(f"{what}: give the directory or index of the weights", path=directory)
+        what, cure = f"holds {len(found)} {_SUFFIX} files and no {INDEX_NAME}", "give one file, or restore the index"
+    elif pickled:
+        what, cure = f"holds no {_SUFFIX} file, only pickled weights, which are never read", _CONVERT
+    else:
+        what, cure = f"holds no {_SUFFIX} file", "give the directory or index of the weights"
+    held = listed(found or pickled or names) or "nothing"
+    return CheckpointError(f"{what}; it holds {held}: {cure}", path=directory)
 
 
 def _read_index(storage: Storage, path: str) -> FileSet:
@@ -213,11 +212,8 @@ def _read_index(storage: Storage, path: str) -> FileSet:
 
 def _check_name(path: str, name: str, tensor: str) -> None:
     """Refuse a name that is not the plain name of a safetensors file."""
-    if len(name) > _MAX_NAME_CHARS:
-        what = f"index names a file by {len(name)} characters ({name[:40]!r}...), more than a file system takes"
-        raise CheckpointError(what, path=path, tensor=tensor)
-    what = f"index names the file {name!r}"
-    if "/" in name or "\\" in name or "\0" in name or name.startswith("."):
+    what = f"index names the file {shown(name)}"
+    if re.search(r"[/\\\0]", name) or name.startswith(".") or len(name) > _MAX_NAME_CHARS:
         what += ": only plain names of files beside the index are allowed, nothing that leaves its directory"
         raise CheckpointError(what, path=path, tensor=tensor)
     if not name.endswith(_SUFFIX):

@@ -34,9 +34,6 @@ DTYPE_OF_NAME: Final[dict[str, torch.dtype]] = {
 NAME_OF_DTYPE: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 """torch dtype → safetensors dtype name."""
 
-SUB_BYTE_NAMES: Final[frozenset[str]] = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-"""safetensors dtypes with elements narrower than a byte. Refused: such a tensor cannot be cut at a row."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

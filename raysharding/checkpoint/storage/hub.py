@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Self
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from raysharding.checkpoint.storage.uri import is_remote, scheme_of
 from raysharding.errors import CheckpointError
@@ -158,10 +158,8 @@ class HubPath:
         """
         if self.is_pinned:
             return str(self.revision)
-        url = f"{hub_access().endpoint}/api/models/{self.repo}/revision/{quote(self.revision or 'main', safe='')}"
         with _hub_errors(self):
-            answer = _json(url, timeout_s)[0]
-        commit = answer.get("sha") if isinstance(answer, Mapping) else None
+            commit = _model_info(hub_access(), self, timeout_s).sha
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise CheckpointError(f"the hub names no commit for revision {self.revision or 'main'!r}", path=self.repo)
         return commit
@@ -252,60 +250,56 @@ class HubFileSystem:
         """Return a `FileInfo` for a path, or those of all entries for a `FileSelector`."""
         import pyarrow.fs as arrow_fs
 
-        if isinstance(wanted, arrow_fs.FileSelector):
-            directory = HubPath.parse(wanted.base_dir)
-            return [_info(arrow_fs, name, entry) for name, entry in self._entries(directory).items()]
-        path = HubPath.parse(wanted)
-        if not path.inside:
-            self._entries(path)  # raises if there is no such model
-            return arrow_fs.FileInfo(wanted, arrow_fs.FileType.Directory)
-        return _info(arrow_fs, wanted, self._entry(path))
+        is_listing = isinstance(wanted, arrow_fs.FileSelector)
+        path = HubPath.parse(wanted.base_dir if is_listing else wanted)
+        files = self._files(path)
+        below = f"{path.inside}/".lstrip("/")
+        names = {name.removeprefix(below).partition("/")[0] for name in files if name.startswith(below)}
+
+        def info(inside: str, name: str) -> Any:
+            if inside in files:
+                return arrow_fs.FileInfo(name, arrow_fs.FileType.File, size=files[inside].size)
+            return arrow_fs.FileInfo(name, arrow_fs.FileType.Directory)
+
+        if is_listing:
+            return [info(f"{below}{name}", f"{wanted.base_dir}/{name}") for name in names]
+        if path.inside and path.inside not in files and not names:
+            return arrow_fs.FileInfo(wanted, arrow_fs.FileType.NotFound)
+        return info(path.inside, wanted)
 
     def open_input_file(self, wanted: str) -> HubFile:
-        """Open a file, without a request if the directory was listed before."""
+        """Open a file, without a request if the model was listed before."""
         path = HubPath.parse(wanted)
-        entry = self._entry(path)
-        if entry is None or entry.get("type") != "file":
+        file = self._files(path).get(path.inside)
+        if file is None:
             raise FileNotFoundError(f"{path.uri}: no such file")
         url = f"{hub_access().endpoint}/{path.repo}/resolve/{quote(path.revision or 'main', safe='')}"
-        etag = (entry.get("lfs") or {}).get("oid") or entry.get("oid") or ""
-        return HubFile(f"{url}/{quote(path.inside)}", path, int(entry["size"]), etag, self._timeout_s)
+        etag = (file.lfs.sha256 if file.lfs else file.blob_id) or ""
+        return HubFile(f"{url}/{quote(path.inside)}", path, file.size, etag, self._timeout_s)
 
     def open_output_stream(self, wanted: str) -> Any:
         """Refuse: saves go elsewhere."""
         what = "a save to the hub is not supported: save to a directory, and upload it with `hf upload`"
         raise CheckpointError(what, path=f"hf://{wanted}")
 
-    def _entry(self, path: HubPath) -> Mapping[str, Any] | None:
-        parent, _, name = path.inside.rpartition("/")
-        return self._entries(HubPath(path.repo, path.revision, parent)).get(name)
-
-    def _entries(self, directory: HubPath) -> Mapping[str, Mapping[str, Any]]:
-        """Return name → the hub's entry for it; asked once for a commit, whose files cannot change."""
-        listing = _listing if directory.is_pinned else _listing.__wrapped__
-        with _hub_errors(directory):
-            return listing(hub_access().endpoint, directory, self._timeout_s)
+    def _files(self, path: HubPath) -> Mapping[str, Any]:
+        """Return path → `RepoSibling` of all files of a model; asked once for a commit, whose files cannot change."""
+        listing = _listing if path.is_pinned else _listing.__wrapped__
+        with _hub_errors(path):
+            return listing(hub_access(), replace(path, inside=""), self._timeout_s)
 
 
 @lru_cache(maxsize=64)
-def _listing(endpoint: str, directory: HubPath, timeout_s: float) -> Mapping[str, Mapping[str, Any]]:
-    revision = quote(directory.revision or "main", safe="")
-    url: str | None = f"{endpoint}/api/models/{directory.repo}/tree/{revision}/{quote(directory.inside)}".rstrip("/")
-    entries: dict[str, Mapping[str, Any]] = {}
-    while url is not None:
-        page, url = _json(url, timeout_s)
-        entries.update((str(entry["path"]).rpartition("/")[2], entry) for entry in page)
-    return entries
+def _listing(access: HubAccess, model: HubPath, timeout_s: float) -> Mapping[str, Any]:
+    return {file.rfilename: file for file in _model_info(access, model, timeout_s, files_metadata=True).siblings or ()}
 
 
-def _json(url: str, timeout_s: float) -> tuple[Any, str | None]:
-    """Return the JSON at an address of the hub, and the address of its next page."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
+def _model_info(access: HubAccess, model: HubPath, timeout_s: float, **options: Any) -> Any:
+    """Ask the hub for a `ModelInfo`. `HfApi` has other listings, which take no deadline."""
+    from huggingface_hub import HfApi
 
-    response = get_session().get(url, headers=_headers(url), timeout=timeout_s, follow_redirects=True)
-    hf_raise_for_status(response)
-    following = response.links.get("next", {}).get("url")
-    return response.json(), None if following is None else urljoin(url, following)
+    api = HfApi(access.endpoint, token=access.token or False, library_name="raysharding")
+    return api.model_info(model.repo, revision=model.revision or "main", timeout=timeout_s, **options)
 
 
 def _headers(url: str) -> dict[str, str]:
@@ -318,14 +312,6 @@ def _headers(url: str) -> dict[str, str]:
         token=access.token if is_hub and access.token else False, library_name="raysharding"
     )
     return headers | {"Accept-Encoding": "identity"}
-
-
-def _info(arrow_fs: Any, path: str, entry: Mapping[str, Any] | None) -> Any:
-    if entry is None:
-        return arrow_fs.FileInfo(path, arrow_fs.FileType.NotFound)
-    if entry.get("type") != "file":
-        return arrow_fs.FileInfo(path, arrow_fs.FileType.Directory)
-    return arrow_fs.FileInfo(path, arrow_fs.FileType.File, size=int(entry["size"]))
 
 
 @contextmanager
@@ -354,18 +340,14 @@ def _refusal(path: HubPath, error: Exception, status: int) -> str:
     """Return why the hub refused, and what the user can do about it."""
     from huggingface_hub import errors
 
-    access = hub_access()
+    endpoint, revision = hub_access().endpoint, path.revision or "main"
     if isinstance(error, errors.GatedRepoError):
-        page = f"{access.endpoint}/{path.repo}"
-        return f"the model is gated (HTTP {status}): accept its licence at {page} and {_LOG_IN}"
+        return f"the model is gated (HTTP {status}): accept its licence at {endpoint}/{path.repo} and {_LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the model has no revision {path.revision or 'main'!r} (HTTP {status}): check the spelling"
+        return f"the model has no revision {revision!r} (HTTP {status}): check the spelling"
     if isinstance(error, errors.EntryNotFoundError):
         return f"the model has no such file or directory (HTTP {status})"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        token = f"the token that is set gives no access; {_LOG_IN}" if access.token else _LOG_IN
-        return (
-            f"{access.endpoint} has no such model (HTTP {status}), and this machine has no such path: check the "
-            f"spelling. If the model is private: {token}. If only the nodes see the path, give an absolute one"
-        )
+        what = f"{endpoint} has no such model (HTTP {status}), and this machine has no such path"
+        return f"{what}: check the spelling. If the model is private: {_LOG_IN}"
     return f"the hub refused (HTTP {status}): {_LOG_IN}, with a token that may read it"

@@ -81,22 +81,25 @@ class LocalFile:
 
     @property
     def found(self) -> Found:
-        """See `StoredFile`."""
+        """The file as it is now."""
         return _found(os.fstat(self._descriptor))
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """See `StoredFile`. Unbuffered: bytes are read into the caller's memory."""
+        """Fill `views` in turn with the bytes from `offset` on, and return the number of bytes.
+
+        Unbuffered: bytes are read into the caller's memory.
+
+        Raises:
+            CheckpointError: The file ends early, or cannot be read.
+        """
         position = offset
         for first in range(0, len(views), _MAX_VIEWS):
             batch = views[first : first + _MAX_VIEWS]
             missing = sum(map(_num_bytes, batch))
             while missing:
-                try:
+                with os_errors(f"cannot read at byte {position}", self._path):
                     # One call reads at most 2 GiB and may return early; Python itself retries on EINTR.
                     count = os.preadv(self._descriptor, batch, position)
-                except OSError as error:
-                    what = f"cannot read at byte {position}: {error.strerror}"
-                    raise CheckpointError(what, path=self._path) from error
                 if count == 0:
                     asked = sum(map(_num_bytes, views))
                     what = f"ends at byte {position}, but {asked} bytes were asked for at {offset}: the file was cut "
@@ -109,15 +112,15 @@ class LocalFile:
         return position - offset
 
     def close(self) -> None:
-        """See `StoredFile`."""
+        """Close the file. No read may be in progress."""
         os.close(self._descriptor)
 
 
 class LocalStorage:
-    """See `Storage`."""
+    """Files of this machine. Paths are normal, as `uri.normal_path` returns them. Thread-safe."""
 
     def find(self, path: str) -> Found:
-        """See `Storage`."""
+        """Return what exists at `path`; a missing file is not an error."""
         with os_errors("cannot be read", path):
             try:
                 return _found(os.stat(path))
@@ -125,16 +128,16 @@ class LocalStorage:
                 return Found("dangling" if os.path.islink(path) else "missing")
 
     def list_names(self, directory: str) -> list[str]:
-        """See `Storage`."""
+        """Return the names of all entries of `directory`, sorted."""
         with os_errors("cannot be listed", directory):
             return sorted(os.listdir(directory))
 
     def open(self, path: str) -> LocalFile:
-        """See `Storage`."""
+        """Open a regular file for reading."""
         return LocalFile(path)
 
     def identity(self, path: str) -> Hashable:
-        """See `Storage`.
+        """Return a value that changes when another file or directory takes the path; `None` where there is none.
 
         The inode alone is not enough: of three saves in quick succession, the last may reuse the inode number of the
         first.
@@ -146,9 +149,10 @@ class LocalStorage:
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def check_inside(self, directory: str, name: str) -> None:
-        """See `Storage`. The Hugging Face cache of one repository (`models--...`) counts as inside.
+        """Refuse a relative path `name` whose target, through symlinks, is outside `directory`.
 
-        Its snapshots are directories of symlinks into `blobs/` beside them.
+        The Hugging Face cache of one repository (`models--...`) counts as inside:
+        its snapshots are directories of symlinks into `blobs/` beside them.
         """
         root = os.path.realpath(directory)
         target = os.path.realpath(os.path.join(directory, name))
@@ -163,27 +167,27 @@ class LocalStorage:
             raise CheckpointError(what, path=os.path.join(directory, name))
 
     def put(self, path: str, data: bytes) -> None:
-        """See `Storage`."""
+        """Write a whole small file."""
         with os_errors("cannot be written", path), open(path, "wb") as file:
             file.write(data)
 
     def remove(self, path: str) -> None:
-        """See `Storage`."""
+        """Remove a file; a missing one is not an error."""
         with os_errors("cannot be removed", path), suppress(FileNotFoundError):
             os.unlink(path)
 
     def remove_tree(self, directory: str) -> None:
-        """See `Storage`."""
+        """Remove everything under a directory; a missing one is not an error."""
         with os_errors("cannot be removed", directory), suppress(FileNotFoundError):
             shutil.rmtree(directory)
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage`. A rename."""
+        """Rename a file in the same place; one that is there is replaced."""
         with os_errors("cannot be renamed", source):
             os.replace(source, target)
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """See `Storage`. Sequential: the time is spent in parsing, which holds the GIL."""
+        """Call `function` with each item, one after the other: the time is spent in parsing, which holds the GIL."""
         return [function(item) for item in items]
 
 

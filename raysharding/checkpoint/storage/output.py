@@ -50,21 +50,20 @@ class LocalOutput:
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
         """Write bytes at an offset of the file, unbuffered. Thread-safe. An error names the tensor."""
         done = 0
-        while done < view.nbytes:
-            try:
+        with os_errors("cannot be written", self._path, tensor):
+            while done < view.nbytes:
                 # One call writes at most 2 GiB and may return early; Python itself retries on EINTR.
                 done += os.pwrite(self._descriptor, view[done:], offset + done)
-            except OSError as error:
-                raise disk_error(error, self._path, tensor) from error
 
     def finish(self) -> None:
         """Make the file visible to readers: the caller has written every byte. A process that joined only closes it."""
         try:
             if not self._is_guest:
-                os.fsync(self._descriptor)
-        except OSError as error:
+                with os_errors("cannot be written", self._path):
+                    os.fsync(self._descriptor)
+        except CheckpointError:
             self.abort()
-            raise disk_error(error, self._path, None) from error
+            raise
         os.close(self._descriptor)
 
     def abort(self) -> None:
@@ -142,12 +141,6 @@ class RemoteOutput:
         except (OSError, ValueError) as error:
             cure = "nothing was committed: check the store, its credentials and the network"
             raise CheckpointError(f"cannot be written: {first_line(error)}; {cure}", path=self._path) from error
-
-
-def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:
-    """Return the error that reports a failed write to a local file."""
-    what = f"cannot be written: {error.strerror}; nothing was committed, so what the destination held is still there"
-    return CheckpointError(what, path=path, tensor=tensor)
 
 
 Output = LocalOutput | RemoteOutput

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,9 +13,8 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from raysharding.checkpoint.storage.hub import HubFile, HubFileSystem, model_path
-from raysharding.checkpoint.storage.input_file import InputFile
-from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
-from raysharding.checkpoint.storage.local import LocalStorage
+from raysharding.checkpoint.storage.interface import Found, Item, Result
+from raysharding.checkpoint.storage.local import LocalFile, LocalStorage
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import is_remote, join_path, root_of, scheme_of
 from raysharding.errors import CheckpointError
@@ -126,11 +127,11 @@ class RemoteFile:
 
     @property
     def found(self) -> Found:
-        """See `StoredFile`."""
+        """See `LocalFile`."""
         return self._found
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """See `StoredFile`. A long range is cut into parts that are fetched concurrently."""
+        """See `LocalFile`. A long range is cut into parts that are fetched concurrently."""
         num_bytes = sum(view.nbytes for view in views)
         end = offset + num_bytes
         if end > self._found.num_bytes:
@@ -147,7 +148,7 @@ class RemoteFile:
         return num_bytes
 
     def close(self) -> None:
-        """See `StoredFile`. Only drops the handle: an abandoned request may still read from it."""
+        """See `LocalFile`. Only drops the handle: an abandoned request may still read from it."""
         self._handle = None
 
     def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
@@ -162,6 +163,41 @@ class RemoteFile:
                 start += view.nbytes
 
         return Job(f"reading {length} bytes at {offset}", lambda: _read_range(handle, offset, length), take)
+
+
+class InputFile(io.RawIOBase):
+    """A file for `pyarrow.PythonFile` whose reads are those of a `RemoteFile`. A read ends at the end of the file."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        """Stand at the first byte."""
+        super().__init__()
+        self._file = file
+        self._num_bytes = file.found.num_bytes
+        self._next = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the offset of the next read."""
+        return self._next
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the offset of the next read, and return it."""
+        self._next = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._next, os.SEEK_END: self._num_bytes}[whence]
+        return self._next
+
+    def readinto(self, memory: Any) -> int:
+        """Fill memory, and return the number of bytes."""
+        view = memoryview(memory)[: max(0, self._num_bytes - self._next)]
+        if view.nbytes:
+            self._next += self._file.fill(self._next, (view,))
+        return view.nbytes
 
 
 class RemoteFileSystem:
@@ -200,20 +236,20 @@ class RemoteFileSystem:
 
 
 class RemoteStorage:
-    """See `Storage`. `remote_storage` makes one for each process and options, so all readers share one limit."""
+    """See `LocalStorage`. `remote_storage` makes one for each process and options, so all readers share one limit."""
 
     def __init__(self, options: RemoteOptions) -> None:
         self._requests = Requests(options)
         self._roots: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def find(self, path: str) -> Found:
-        """See `Storage`. Without the etag, which only an open file tells."""
+        """See `LocalStorage`. Without the etag, which only an open file tells."""
         system, inside = self._locate(path)
         info = self._requests.call(path, "looking it up", lambda: system.get_file_info(inside))
         return found_in(info)
 
     def list_names(self, directory: str) -> list[str]:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         import pyarrow.fs as arrow_fs
 
         system, inside = self._locate(directory)
@@ -222,7 +258,7 @@ class RemoteStorage:
         return sorted(info.base_name for info in infos)
 
     def open(self, path: str) -> RemoteFile:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         system, inside = self._locate(path)
 
         def send() -> tuple[Any, Found]:
@@ -235,15 +271,15 @@ class RemoteStorage:
         return RemoteFile(path, handle, found, self._requests)
 
     def identity(self, path: str) -> Hashable:
-        """See `Storage`. Object stores have no directories that can be renamed into place."""
+        """See `LocalStorage`. Object stores have no directories that can be renamed into place."""
         return None
 
     def check_inside(self, directory: str, name: str) -> None:
-        """See `Storage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
+        """See `LocalStorage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
         assert ".." not in name.split("/"), f"{join_path(directory, name)} is not in its directory"
 
     def put(self, path: str, data: bytes) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         system, inside = self._locate(path)
         self._make_parent(path, system, inside)
 
@@ -260,12 +296,12 @@ class RemoteStorage:
         return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
 
     def remove(self, path: str) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         system, inside = self._locate(path)
         self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage`. A copy within the store, which S3 makes of objects up to 5 GiB."""
+        """See `LocalStorage`. A copy within the store, which S3 makes of objects up to 5 GiB."""
         system, inside = self._locate(source)
         to = self._locate(target)[1]
         if system.type_name not in _WITHOUT_DIRECTORIES:  # HDFS has renames, and pyarrow no copy there
@@ -276,14 +312,14 @@ class RemoteStorage:
         self.remove(source)
 
     def remove_tree(self, directory: str) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         system, inside = self._locate(directory)
         # Never remove a bucket itself.
         remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
         self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """See `Storage`. At most `max_in_flight` at once; the first error stops the rest."""
+        """See `LocalStorage`. At most `max_in_flight` at once; the first error stops the rest."""
         pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
         try:
             return list(pool.map(function, items))
@@ -317,6 +353,19 @@ class RemoteStorage:
 def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
     with suppress(FileNotFoundError):
         remove(inside)
+
+
+Storage = LocalStorage | RemoteStorage
+"""Files of one kind."""
+StoredFile = LocalFile | RemoteFile
+"""An open file. Every method but `close` is thread-safe."""
+
+
+def read_bytes(file: StoredFile, offset: int, num_bytes: int) -> bytes:
+    """Read `num_bytes` at `offset` into new memory."""
+    data = bytearray(num_bytes)
+    file.fill(offset, (memoryview(data),))
+    return bytes(data)
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,6 @@ that is written are retried by pyarrow, since only pyarrow can send them again.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import threading
@@ -20,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from raysharding.arguments import check_int
 from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
@@ -46,31 +44,12 @@ class RemoteOptions:
     max_backoff_s: float = 5.0
     """Longest wait between two tries, before jitter."""
 
-    def __post_init__(self) -> None:
-        for name in ("part_bytes", "max_in_flight", "num_tries"):
-            check_int(name, getattr(self, name))
-        for name in ("request_s", "backoff_s", "max_backoff_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{name}={value!r}: give a positive number of seconds; a deadline is finite")
-
 
 DEFAULT_REMOTE = RemoteOptions()
 
 
 _Result = TypeVar("_Result")
 
-_REFUSED: Final = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT"
-    r"|INVALID_SIGNATURE|MISSING_AUTHENTICATION|PERMISSION_DENIED|UNAUTHENTICATED|HTTP status 40[13]\b",
-    re.IGNORECASE,
-)
-_EXPIRED: Final = re.compile(r"EXPIRED_?TOKEN|TOKEN_?EXPIRED", re.IGNORECASE)
-_CHANGED: Final = re.compile(r"INVALID_?RANGE|HTTP status 416\b", re.IGNORECASE)
-_MISSING: Final = re.compile(
-    r"RESOURCE_NOT_FOUND|NO_SUCH_BUCKET|NO_SUCH_KEY|NOT_FOUND|HTTP status 404\b", re.IGNORECASE
-)
-_PERMANENT: Final = re.compile(r"HTTP status (3\d\d|4(?!08|29)\d\d)\b|INVALID_REQUEST", re.IGNORECASE)
 _CREDENTIALS: Final = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -78,6 +57,24 @@ _CREDENTIALS: Final = {
     "abfs": "AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET",
     "abfss": "AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET",
 }
+
+_BAD_REQUEST: Final = (
+    "the store refused the request: check the URI and its query (region=..., endpoint_override=...), and whether "
+    "temporary credentials have expired"
+)
+_CURES: Final = {
+    r"EXPIRED_?TOKEN|TOKEN_?EXPIRED": "the temporary credentials (AWS_SESSION_TOKEN) have expired: renew them in the "
+    "driver's environment, and start the ranks again",
+    r"INVALID_?RANGE|HTTP status 416\b": "the object is shorter than when it was opened, so it was written anew "
+    "meanwhile: open it again, and write new data under another name",
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT"
+    r"|INVALID_SIGNATURE|MISSING_AUTHENTICATION|PERMISSION_DENIED|UNAUTHENTICATED|HTTP status 40[13]\b"
+    r"|PermissionError": "access was refused: set {} in the environment of the driver and of the ranks that read",
+    r"RESOURCE_NOT_FOUND|NO_SUCH_BUCKET|NO_SUCH_KEY|NOT_FOUND|HTTP status 404\b|FileNotFoundError": "there is no such "
+    "bucket or object: check the URI",
+    r"HTTP status (3\d\d|4(?!08|29)\d\d)\b|INVALID_REQUEST": _BAD_REQUEST,
+}
+"""What the type and text of a permanent error match → what to do; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class Requests:
                     _end(stop)
                     raise
                 except (OSError, ValueError, NotImplementedError) as error:
-                    if _is_permanent(error) or num_tries == options.num_tries:
+                    if _cure(error) is not None or num_tries == options.num_tries:
                         _end(stop)  # here, so that no other thread sends meanwhile
                         raise _as_checkpoint_error(path, job.what, num_tries, error) from error
             pause_s = min(options.max_backoff_s, options.backoff_s * 2 ** (num_tries - 1))
@@ -184,33 +181,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _is_permanent(error: BaseException) -> bool:
-    """Return True if another try cannot succeed."""
-    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
-        return True
-    text = str(error)
-    return any(pattern.search(text) for pattern in (_REFUSED, _EXPIRED, _CHANGED, _MISSING, _PERMANENT))
+def _cure(error: BaseException) -> str | None:
+    """Return what to do about an error if another try cannot succeed; `None` if one may."""
+    text = f"{type(error).__name__}: {error}"
+    found = (cure for pattern, cure in _CURES.items() if re.search(pattern, text, re.IGNORECASE))
+    return next(found, None if isinstance(error, OSError) else _BAD_REQUEST)
 
 
 def _as_checkpoint_error(path: str, what: str, num_tries: int, error: BaseException) -> CheckpointError:
-    said = first_line(error)
-    if _EXPIRED.search(said):
-        cure = (
-            "the temporary credentials (AWS_SESSION_TOKEN) have expired: renew them in the driver's environment, and "
-        )
-        cure += "start the ranks again"
-    elif _CHANGED.search(said):
-        cure = "the object is shorter than when it was opened, so it was written anew meanwhile: open it again, and "
-        cure += "write new data under another name"
-    elif isinstance(error, PermissionError) or _REFUSED.search(said):
-        variables = _CREDENTIALS.get(scheme_of(path) or "", "the store's credentials")
-        cure = f"access was refused: set {variables} in the environment of the driver and of the ranks that read"
-    elif isinstance(error, FileNotFoundError) or _MISSING.search(said):
-        cure = "there is no such bucket or object: check the URI"
-    elif _is_permanent(error):
-        cure = "the store refused the request: check the URI and its query (region=..., endpoint_override=...), and "
-        cure += "whether temporary credentials have expired"
-    else:
-        cure = "check the network and the store, and load again"
+    cure = _cure(error) or "check the network and the store, and load again"
+    cure = cure.replace("{}", _CREDENTIALS.get(scheme_of(path) or "", "the store's credentials"))
     times = "once" if num_tries == 1 else f"{num_tries} times"
-    return CheckpointError(f"{what} failed, tried {times}: {said}; {cure}", path=path)
+    return CheckpointError(f"{what} failed, tried {times}: {first_line(error)}; {cure}", path=path)

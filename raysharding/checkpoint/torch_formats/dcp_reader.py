@@ -19,6 +19,8 @@ PIECE_BYTES: Final = 4 << 20
 """Largest piece that is passed to a writer at once, in bytes."""
 _MAX_FRAME_BYTES: Final = 16 << 20
 """Bytes that an archive may hold besides the tensor."""
+_DIRECTORY_BYTES: Final = 1 << 20
+"""Bytes at the end of an archive that its directory is in: torch writes six entries."""
 _ZIP_MARK: Final = b"PK\x03\x04"
 
 Write = Callable[[int, memoryview], None]
@@ -81,44 +83,44 @@ class DcpReader:
         """Load a chunk and compare it with `.metadata`."""
         dtype = self.metadata.tensors[key].dtype
         loaded = self._load(key, chunk.offsets, math.prod(chunk.sizes) * dtype.itemsize)
-        if type(loaded) is not torch.Tensor or loaded.layout != torch.strided or loaded.is_nested:
-            what = (
-                f"is a {loaded.layout if type(loaded) is torch.Tensor else type(loaded).__name__}, not a strided tensor"
-            )
-        elif loaded.is_meta:
-            what = "was saved on meta, without values"
-        elif loaded.dtype != dtype or loaded.shape != chunk.sizes:
-            what = f"is {loaded.dtype} of shape {list(loaded.shape)}"
-            what += f", but .metadata says {dtype} of shape {list(chunk.sizes)}"
+        if type(loaded) is torch.Tensor and not loaded.is_nested:
+            found: tuple[Any, ...] = (loaded.dtype, list(loaded.shape), loaded.layout, loaded.device.type)
         else:
-            return loaded.detach().resolve_conj().resolve_neg()
-        place = self.metadata.places[key, chunk.offsets]
-        raise CheckpointError(what, path=os.path.join(self.metadata.directory, place.relative_path), tensor=key)
+            found = (type(loaded).__name__,)
+        expected = (dtype, list(chunk.sizes), torch.strided, "cpu")
+        if found == expected:
+            return loaded.detach().resolve_conj().resolve_neg()  # type: ignore[no-any-return]
+        path = os.path.join(self.metadata.directory, self.metadata.places[key, chunk.offsets].relative_path)
+        what = f"is {' '.join(map(str, found))}, but .metadata says {' '.join(map(str, expected))}"
+        raise CheckpointError(what, path=path, tensor=key)
 
     def _load(self, key: str, offsets: tuple[int, ...] | None, expected: int) -> Any:
         """Read an archive by torch's weights-only unpickler, which makes tensors and plain values and runs no code.
 
         An archive that says that it unpacks to less than `expected` bytes, or to much more, is refused.
         """
+        from torch.distributed.checkpoint.utils import _create_file_view as file_view  # seen in torch 2.13
+
         place = self.metadata.places[key, offsets]
         path = self._check_place(key, place)
-        where = f"[{place.offset}, {place.offset + place.length})"
-        with os_errors("cannot be read", path), open(path, "rb", buffering=0) as file:
-            window = _Window(file, place.offset, place.length)
+        end = place.offset + place.length
+        with os_errors("cannot be read", path), open(path, "rb") as file:
             try:
-                if window.read(len(_ZIP_MARK)) != _ZIP_MARK:
+                file.seek(place.offset)
+                if file.read(len(_ZIP_MARK)) != _ZIP_MARK:
                     raise zipfile.BadZipFile("it begins otherwise")  # torch's older format, which may end in an archive
-                with zipfile.ZipFile(window) as archive:
+                begin = file.seek(max(place.offset, end - _DIRECTORY_BYTES))
+                with zipfile.ZipFile(io.BytesIO(file.read(end - begin))) as archive:
                     unpacked = sum(info.file_size for info in archive.infolist())
             except Exception as error:  # zipfile raises errors of many types if the bytes are no archive
-                what = f"holds no torch.save archive at bytes {where}: {error}"
+                what = f"holds no torch.save archive at bytes [{place.offset}, {end}): {error}"
                 raise CheckpointError(what, path=path, tensor=key) from error
             if not expected <= unpacked <= max(expected, place.length) + _MAX_FRAME_BYTES:
                 what = f"unpacks to {unpacked} bytes, but {expected or place.length} were expected"
                 raise CheckpointError(what, path=path, tensor=key)
-            window.seek(0)
             try:
-                return torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+                view = cast(IO[bytes], file_view(file, place.offset, place.length))
+                return torch.load(view, map_location="cpu", weights_only=True)
             except Exception as error:  # torch, too, raises errors of many types
                 what = f"cannot be read with torch.load(weights_only=True): {error}"
                 raise CheckpointError(what, path=path, tensor=key) from error
@@ -137,38 +139,6 @@ class DcpReader:
             what = f"lies at bytes [{place.offset}, {end}), but the file has {found.num_bytes}: it is truncated"
             raise CheckpointError(what, path=path, tensor=key)
         return path
-
-
-class _Window(io.RawIOBase):
-    """A range of a file as a file object, which reads nothing outside of the range."""
-
-    def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._num_bytes = num_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
-        self._file.seek(self._offset + self._position)
-        done = 0
-        while done < len(view) and (length := self._file.readinto(view[done:])):  # one read gives 2 GiB at most
-            done += length
-        self._position += done
-        return done
 
 
 def _give(tensor: torch.Tensor, begin: int, write: Write) -> None:

@@ -60,15 +60,11 @@ def _read_pickled(file: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"torch.load(weights_only=True) cannot read it: {error}", path=file) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"holds a {type(values).__name__}, not a state dict", path=file)
-    refused = [
-        key
-        for key, value in values.items()
-        if not isinstance(key, str)
-        or not (isinstance(value, torch.Tensor) or key.rpartition(".")[2] == EXTRA_STATE_NAME)
-    ]
-    if refused:
-        kinds = f"{refused[0]!r} is a {type(values[refused[0]]).__name__}"
-        raise CheckpointError(f"is not a flat state dict of tensors: {kinds}", path=file)
+    for key, value in values.items():
+        is_name = isinstance(key, str)
+        if not is_name or not (isinstance(value, torch.Tensor) or key.rpartition(".")[2] == EXTRA_STATE_NAME):
+            what = f"is not a flat state dict of tensors: {key!r} is a {type(value).__name__}"
+            raise CheckpointError(what, path=file)
     return values
 
 

@@ -41,13 +41,12 @@ from raysharding.checkpoint.storage import Storage, is_mount_point, is_remote, j
 from raysharding.checkpoint.writing.file_plan import folders_of
 from raysharding.checkpoint.writing.save_files import save_files
 from raysharding.checkpoint.writing.save_record import other_entries, own_sidecars, read_save_record
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, listed
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
 """Files that make a directory a checkpoint; other libraries save a single file."""
 _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER)
 """Entries that an interrupted removal of a save of ours may leave."""
-_NUM_LISTED: Final = 8
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -107,11 +106,6 @@ def _remove_commits(storage: Storage, directory: str) -> None:
         storage.remove(join_path(directory, name))
 
 
-def _listed(entries: Sequence[str]) -> str:
-    more = f" and {len(entries) - _NUM_LISTED} more" if len(entries) > _NUM_LISTED else ""
-    return f"{', '.join(entries[:_NUM_LISTED])}{more}"
-
-
 def check_claim(staging: str, token: str) -> None:
     """Check that a save still is the one that its URI is claimed for. A staging directory has one writer.
 
@@ -164,7 +158,7 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
     if others := other_entries(path):
-        what = f"holds what no save wrote: {_listed(others)}; overwrite=True replaces saves alone"
+        what = f"holds what no save wrote: {listed(others)}; overwrite=True replaces saves alone"
         raise CheckpointError(f"{what}: move these elsewhere, or save to another path", path=path)
     if not any(name.endswith(".safetensors") or (remote and name in _OURS) for name in names):
         what = "holds no .safetensors file, so overwrite=True does not replace it"

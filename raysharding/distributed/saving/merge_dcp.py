@@ -32,7 +32,7 @@ from raysharding.checkpoint.writing import (
 )
 from raysharding.distributed.comm import agree, broadcast_json, current_group, get_rank, using_group
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, listed
 
 HEARTBEAT_S = 5.0
 """Seconds between two messages of the merging rank to the waiting ranks."""
@@ -105,8 +105,7 @@ def merge_fsdp_weights(
 
 def skipped_line(report: MergeReport) -> str:
     """Return a line about the values that a merge left out."""
-    listed = ", ".join(report.skipped[:8]) + (f" and {len(report.skipped) - 8} more" if len(report.skipped) > 8 else "")
-    return f"left out of {os.path.basename(report.files[0])}, because it holds tensors only: {listed}"
+    return f"left out of {os.path.basename(report.files[0])}, because it holds tensors only: {listed(report.skipped)}"
 
 
 def merge_checkpoint(

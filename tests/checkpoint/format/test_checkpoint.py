@@ -14,7 +14,7 @@ import torch
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import random_tensors, save, save_sharded, sidecar_files, write_raw
+from tests.checkpoint.build import entry, random_tensors, save, save_sharded, sidecar_files, write_raw
 
 
 def test_json_and_pickle_round_trips_are_exact(tmp_path: Path) -> None:
@@ -45,10 +45,8 @@ def test_json_of_something_else_is_refused(data: bytes) -> None:
     ("text", "message"),
     [
         (b"{", "is not JSON"),
-        (b"", "is not JSON"),
         (b'"x"', "is a JSON str, not an object"),
         (b'{"a":"\xff"}', "is not UTF-8"),
-        (b"[" * 100_000, "nested too deep"),
     ],
 )
 def test_a_wrong_config_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
@@ -128,24 +126,12 @@ def test_folders_of_a_snapshot_in_the_cache_are_links_into_its_blobs(tmp_path: P
 
 
 def test_metadata_of_the_files_is_merged_and_the_first_file_decides(tmp_path: Path) -> None:
-    write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}}, b"")
-    write_raw(tmp_path / "b.safetensors", {"__metadata__": {"by": "b", "more": "b"}, "t": _byte()}, b"x")
-    write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}, "s": _byte()}, b"x")
+    byte = entry("U8", [1], [0, 1])
+    write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}, "s": byte}, b"x")
+    write_raw(tmp_path / "b.safetensors", {"__metadata__": {"by": "b", "more": "b"}, "t": byte}, b"x")
     weight_map = {"s": "a.safetensors", "t": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert open_checkpoint(tmp_path).metadata == {"format": "pt", "by": "a", "more": "b"}
-
-
-def _byte() -> dict[str, object]:
-    return {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads files whatever their mode")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
-    path.chmod(0)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.full
@@ -165,19 +151,11 @@ def test_the_time_to_open_grows_with_the_tensors_alone(tmp_path: Path) -> None:
 
 def make_headers(directory: Path, num_tensors: int) -> Path:
     """A checkpoint of so many tensors, whose data is a hole."""
-    header = {
-        f"model.layers.{i // 100}.mlp.experts.{i % 100}.weight": {
-            "dtype": "BF16",
-            "shape": [64, 64],
-            "data_offsets": [i * 8192, (i + 1) * 8192],
-        }
-        for i in range(num_tensors)
-    }
-    data = json.dumps(header).encode()
+    names = [f"model.layers.{i // 100}.mlp.experts.{i % 100}.weight" for i in range(num_tensors)]
+    header = {name: entry("BF16", [64, 64], [i * 8192, (i + 1) * 8192]) for i, name in enumerate(names)}
     directory.mkdir()
-    with open(directory / "x.safetensors", "wb") as file:
-        file.write(len(data).to_bytes(8, "little") + data)
-        file.truncate(8 + len(data) + num_tensors * 8192)
+    path = write_raw(directory / "x.safetensors", header, b"")
+    os.truncate(path, path.stat().st_size + num_tensors * 8192)
     index = json.dumps({"weight_map": dict.fromkeys(header, "x.safetensors")})
     (directory / "model.safetensors.index.json").write_text(index)
     return directory

@@ -16,21 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
-from raysharding.checkpoint.format.header import parse_header, read_header_bytes
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, bits, write_raw
 
-FIRST, SECOND, INDEX = (
-    "model-00001-of-00002.safetensors",
-    "model-00002-of-00002.safetensors",
-    "model.safetensors.index.json",
-)
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
 OTHER = {"d": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}}
 EXAMPLE_S = 5.0
 """Most CPU time of one example."""
@@ -123,20 +118,9 @@ def change_bytes(data: st.DataObject, encoded: bytes) -> bytes:
     return bytes(changed)
 
 
-def pad(data: st.DataObject, encoded: bytes) -> bytes:
-    """White space, which the format allows behind the object and inside it."""
-    spaces = b" " * data.draw(st.integers(0, 9))
-    return data.draw(st.sampled_from([encoded + spaces, encoded.replace(b":", b":" + spaces), spaces + encoded]))
-
-
 TEXT_MUTATIONS: list[Callable[[st.DataObject, bytes], bytes]] = [
-    change_value,
-    change_value,
-    move_bytes,
-    move_bytes,
-    repeat_key,
-    change_bytes,
-    pad,
+    *(change_value, move_bytes) * 2,
+    *(repeat_key, change_bytes),
 ]
 
 
@@ -265,24 +249,8 @@ def assert_same_as_library(checkpoint: Checkpoint, values: dict[str, Any]) -> No
     assert names == set(checkpoint.tensors)
 
 
-def assert_header_reads_inside(directory: Path) -> None:
-    """Ask for the headers through a function that sees each read: none goes over the file's end."""
-    for name in (FIRST, SECOND):
-        path = directory / name
-        if path.is_symlink():
-            continue
-        content = path.read_bytes()
-
-        def read(offset: int, length: int, content: bytes = content) -> bytes:
-            assert 0 <= offset <= offset + length <= len(content)
-            return content[offset : offset + length]
-
-        with contextlib.suppress(CheckpointError):
-            parse_header(name, 0, len(content), read_header_bytes(name, len(content), read))
-
-
-def fuzz(root: Path, num_examples: int) -> Counter[str]:
-    """Try that many mutated checkpoints, and count what became of them."""
+def test_500_mutated_checkpoints(tmp_path: Path) -> None:
+    root, num_examples = tmp_path, 500
     directory = root / "checkpoint"
     directory.mkdir()
     write_raw(root / "outside.safetensors", GOOD, GOOD_PAYLOAD)
@@ -292,12 +260,8 @@ def fuzz(root: Path, num_examples: int) -> Counter[str]:
     os.mkfifo(directory / "pipe.safetensors")  # who opens it and waits for a writer hangs
     outcomes: Counter[str] = Counter()
 
-    @settings(
-        max_examples=num_examples,
-        deadline=None,  # it would count the seconds of a machine that stands still; see below
-        suppress_health_check=list(HealthCheck),
-        database=None,
-    )
+    # A deadline would count the seconds of a machine that stands still; see below.
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.data())
     def example(data: st.DataObject) -> None:
         write_good(directory)
@@ -307,32 +271,16 @@ def fuzz(root: Path, num_examples: int) -> Counter[str]:
             # After another mutation it may be no JSON any more, or of another form, or a link to nowhere.
             with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError, OSError):
                 mutate(data, directory)
-        assert_header_reads_inside(directory)
         outcomes["refused" if open_watched(directory) is None else "accepted"] += 1
         # A reader that waits, for a pipe's writer say, is ended by the test's own timeout.
         assert time.process_time() - begun_s < EXAMPLE_S
 
     example()
-    return outcomes
-
-
-def check(root: Path, num_examples: int) -> None:
-    outcomes = fuzz(root, num_examples)
     print(f"{num_examples} examples: {dict(outcomes)}")
     assert outcomes.total() >= num_examples * 0.9
     # A reader that refuses, or accepts, all that it is given would pass otherwise.
     assert outcomes["accepted"] >= num_examples / 50
     assert outcomes["refused"] >= num_examples / 2
-
-
-def test_500_mutated_checkpoints(tmp_path: Path) -> None:
-    check(tmp_path, 500)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_10_000_mutated_checkpoints(tmp_path: Path) -> None:
-    check(tmp_path, 10_000)
 
 
 def test_the_unchanged_checkpoint_is_accepted_and_the_watch_sees_what_is_opened(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.checkpoint.storage.local import LocalFile
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import bits, random_tensors
 
 
 @pytest.fixture
@@ -23,23 +22,6 @@ def path(tmp_path: Path) -> Path:
     tensors = {"a": torch.arange(1000, dtype=torch.int32), "b": torch.randn(300, 7)}
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
-
-
-def test_files_of_the_safetensors_library_are_read_bit_exactly(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    # What the library can write differs by version: its own dtype table decides.
-    writable = {name: tensor for name, tensor in tensors.items() if not name.startswith("F8_E8M0")}
-    save_file(writable, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    assert set(checkpoint.tensors) == set(writable)
-    with FileReader(checkpoint.files) as reader:
-        for name, tensor in writable.items():
-            read = reader.read_tensor(checkpoint.tensors[name])
-            assert read.dtype == tensor.dtype, name
-            assert read.shape == tensor.shape, name
-            assert torch.equal(bits(read), bits(tensor)), name
-        assert reader.num_bytes_read == sum(tensor.nbytes for tensor in writable.values())
-        reader.verify_unchanged()
 
 
 def test_ranges_land_in_tensors_and_memoryviews_and_nowhere_else(path: Path) -> None:
@@ -120,23 +102,11 @@ def test_threads_share_one_reader(path: Path) -> None:
         assert reader.num_bytes_read == 330 * 4 * 40
 
 
-def test_after_close_reads_raise_and_descriptors_are_free(path: Path) -> None:
-    checkpoint = open_checkpoint(path)
-    before = set(os.listdir("/proc/self/fd"))
-    reader = FileReader(checkpoint.files)
-    reader.read_tensor(checkpoint.tensors["b"])
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
-    reader.close()
-    reader.close()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-    with pytest.raises(ValueError, match="FileReader is closed"):
-        reader.read_tensor(checkpoint.tensors["b"])
-
-
 def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     reader = FileReader(checkpoint.files)
     descriptor = cast(LocalFile, reader._acquire(0))._descriptor
+    reader.close()
     reader.close()
     # A long read makes several calls; between two of them the number must not become another file's.
     assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]

@@ -6,7 +6,6 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from raysharding.checkpoint import FileReader, locate, open_checkpoint, open_con
 from raysharding.checkpoint.format.locate import seen_here
 from raysharding.checkpoint.storage import hub as hub_module
 from raysharding.checkpoint.storage.hub import HubAccess, HubPath, adopt_access, hub_access
-from raysharding.checkpoint.storage.interface import read_bytes
-from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.remote import read_bytes, remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.cli import main
 from tests.clock import now
@@ -149,48 +147,34 @@ def test_without_the_hub_the_cache_counts(
     assert read(ID, "w3").eq(3).all()
 
 
-Break = Callable[[HubServer, pytest.MonkeyPatch], None]
-
-
-def gate(hub: HubServer, _: pytest.MonkeyPatch) -> None:
-    hub.repos[ID].is_gated = True
-
-
-def log_in_wrongly(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
-    gate(hub, patch)
-    patch.setenv("HF_TOKEN", "hf_someSecret")
-
-
-def go_offline(_: HubServer, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def nothing(_: HubServer, __: pytest.MonkeyPatch) -> None:
-    pass
+GATED = r"gated.*accept its licence at http://127.*/org/name and set HF_TOKEN"
 
 
 @pytest.mark.parametrize(
-    ("given", "revision", "broken", "says"),
+    ("given", "revision", "is_gated", "environment", "says"),
     [
-        (ID, None, gate, r"gated.*accept its licence at http://127.*/org/name and set HF_TOKEN"),
-        (ID, None, log_in_wrongly, r"gated.*accept its licence at http://127.*/org/name and set HF_TOKEN"),
-        ("org/nmae", None, nothing, r"no such model.*no such path.*spelling.*private: set HF_TOKEN"),
-        (ID, "v9", nothing, r"no revision 'v9'.*spelling"),
-        (ID, "0" * 40, nothing, r"no revision '0+'.*spelling"),
-        (ID, None, go_offline, r"HF_HUB_OFFLINE is set.*cache.*unset it, or run `hf download org/name`"),
+        (ID, None, True, {}, GATED),
+        (ID, None, True, {"HF_TOKEN": "hf_someSecret"}, GATED),
+        ("org/nmae", None, False, {}, r"no such model.*no such path.*spelling.*private: set HF_TOKEN"),
+        (ID, "v9", False, {}, r"no revision 'v9'.*spelling"),
+        (ID, "0" * 40, False, {}, r"no revision '0+'.*spelling"),
+        (ID, None, False, {"HF_HUB_OFFLINE": "1"}, r"HF_HUB_OFFLINE is set.*cache.*run `hf download org/name`"),
     ],
 )
 def test_a_refusal_says_which_and_the_cure(
     given: str,
     revision: str | None,
-    broken: Break,
+    is_gated: bool,
+    environment: dict[str, str],
     says: str,
     hub: HubServer,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.push(ID, model)
-    broken(hub, monkeypatch)
+    hub.repos[ID].is_gated = is_gated
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     read_environment()
     with pytest.raises(CheckpointError, match=says) as raised:
         open_checkpoint(locate(given, revision))
@@ -230,9 +214,6 @@ def test_a_driver_without_a_token_takes_none_from_the_ranks(monkeypatch: pytest.
         assert hub_access() == HubAccess(endpoint, token or "first")
     adopt_access(HubAccess("https://b", None))
     assert hub_access() == HubAccess("https://b", None)
-
-
-def test_an_access_does_not_show_its_token() -> None:
     assert "Secret" not in repr(HubAccess("https://huggingface.co", "hf_someSecret"))
 
 

@@ -17,7 +17,7 @@ import torch
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.checkpoint.format import new_token, staging_path
 from raysharding.checkpoint.format.index import FileSet, resolve_files
-from raysharding.checkpoint.storage.interface import Storage
+from raysharding.checkpoint.storage.remote import Storage
 from raysharding.checkpoint.writing import (
     check_destination,
     commit,
@@ -56,18 +56,15 @@ def names(directory: Path) -> list[str]:
 
 
 def test_a_save_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
+    check_destination(tmp_path / "out" / "deep" / "ckpt", overwrite=False)
+    assert names(tmp_path) == []
     save_value(tmp_path / "out" / "deep" / "ckpt", 1)
     assert load_value(tmp_path / "out" / "deep" / "ckpt") == 1
     assert names(tmp_path / "out" / "deep") == ["ckpt"]
 
 
-def test_an_empty_directory_is_a_free_destination(tmp_path: Path) -> None:
-    (tmp_path / "ckpt").mkdir()
-    save_value(tmp_path / "ckpt", 1)
-    assert load_value(tmp_path / "ckpt") == 1
-
-
 def test_an_existing_checkpoint_is_kept_unless_overwrite_is_set(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()  # an empty directory is free
     save_value(tmp_path / "ckpt", 1)
     with pytest.raises(CheckpointError, match="exists already: pass overwrite=True") as caught:
         save_value(tmp_path / "ckpt", 2)
@@ -147,14 +144,6 @@ def test_of_two_saves_to_one_place_the_second_is_refused(tmp_path: Path) -> None
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_without_exchange_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
-    save_value(tmp_path / "ckpt", 1)
-    save_value(tmp_path / "ckpt", 2, overwrite=True)
-    assert load_value(tmp_path / "ckpt") == 2
-    assert names(tmp_path) == ["ckpt"]
-
-
 def test_a_save_killed_between_two_renames_is_found_by_the_loader(tmp_path: Path) -> None:
     save_value(tmp_path / "ckpt", 1)
     (tmp_path / "ckpt").rename(tmp_path / ".ckpt.old-0abc")
@@ -162,11 +151,13 @@ def test_a_save_killed_between_two_renames_is_found_by_the_loader(tmp_path: Path
         open_checkpoint(tmp_path / "ckpt")
 
 
-def test_the_second_rename_failing_puts_the_old_checkpoint_back(
+def test_without_exchange_two_renames_do_and_the_second_one_failing_puts_the_old_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_value(tmp_path / "ckpt", 1)
     monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    for value in (0, 1):
+        save_value(tmp_path / "ckpt", value, overwrite=True)
+        assert load_value(tmp_path / "ckpt") == value
     rename = os.rename
 
     def fail(source: str, target: str) -> None:
@@ -263,11 +254,6 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -
     # What the killed saves left behind hinders no one.
     save_value(final, 100_000, overwrite=True)
     assert load_value(final) == 100_000
-
-
-def test_check_destination_changes_nothing(tmp_path: Path) -> None:
-    check_destination(tmp_path / "missing" / "ckpt", overwrite=False)
-    assert not names(tmp_path)
 
 
 @pytest.fixture(params=["tmpfs", "bind"])

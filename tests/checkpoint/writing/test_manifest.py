@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import zlib
@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from raysharding.checkpoint import (
     Checkpoint,
@@ -29,7 +27,7 @@ from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.format import index as index_module
 from raysharding.checkpoint.writing import FileWriter, write_index, write_manifest
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import bits, random_tensors, sidecar_files
+from tests.checkpoint.build import bits, sidecar_files
 from tests.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -77,26 +75,6 @@ def manifest_of(directory: Path) -> Manifest:
     return manifest
 
 
-def test_it_is_what_safetensors_and_zlib_say(saved: Path) -> None:
-    fields = json.loads((saved / NAME).read_text())
-    assert (fields["format_version"], fields["algorithm"]) == (1, "crc32")
-    tensors: dict[str, dict[str, Any]] = {}
-    for name in ("x.safetensors", "y.safetensors"):
-        data = (saved / name).read_bytes()
-        length = 8 + int.from_bytes(data[:8], "little")
-        expected = {"num_bytes": len(data), "header_sha256": hashlib.sha256(data[:length]).hexdigest()}
-        assert fields["files"].pop(name) == expected
-        with safe_open(saved / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                value = file.get_tensor(key).numpy().tobytes()
-                tensors[key] = {"num_bytes": len(value), "crc32": f"{zlib.crc32(value):08x}"}
-    assert fields["files"] == {}
-    assert fields["tensors"] == tensors
-    manifest = manifest_of(saved)
-    assert manifest.as_dict() == json.loads((saved / NAME).read_text())
-    assert manifest.num_bytes == sum(tensor["num_bytes"] for tensor in tensors.values())
-
-
 def test_an_untouched_save_agrees_with_its_manifest(saved: Path) -> None:
     for path in (saved, saved / "x.safetensors", saved / "model.safetensors.index.json"):
         checkpoint = open_checkpoint(path)
@@ -104,17 +82,12 @@ def test_an_untouched_save_agrees_with_its_manifest(saved: Path) -> None:
         check_manifest(manifest, checkpoint)
         assert mismatches(manifest, checksums_of(checkpoint), checkpoint.tensors) == []
     assert mismatches(manifest_of(saved), checksums_of(open_checkpoint(saved))) == []
-
-
-def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    directory = save(tmp_path / "saved", {"model.safetensors": random_tensors()})
-    checkpoint = open_checkpoint(directory)
-    check_manifest(manifest_of(directory), checkpoint)
-    assert mismatches(manifest_of(directory), checksums_of(checkpoint)) == []
+    assert manifest_of(saved).as_dict() == json.loads((saved / NAME).read_text())
+    assert manifest_of(saved).num_bytes == 300 * 7 * 4 + 2 * 4 + 999 * 4
 
 
 def test_a_tensor_written_at_once(tmp_path: Path) -> None:
-    data = bytes(torch.randint(0, 256, (1_000_001,), dtype=torch.uint8))
+    data = random.Random(0).randbytes(1_000_001)
     with FileWriter(str(tmp_path / "model.safetensors"), [("a", torch.uint8, (len(data),))]) as writer:
         writer.write_at("a", 0, memoryview(data))
     assert Manifest.of_files([writer]).tensors["a"].crc32 == zlib.crc32(data)
@@ -172,17 +145,6 @@ def test_files_that_are_not_the_saved_ones_are_found_before_data(saved: Path, tm
         check_manifest(manifest, open_checkpoint(saved / "z.safetensors"))
 
 
-def test_a_truncated_file_is_found(saved: Path) -> None:
-    path = saved / "y.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="truncated"):
-        open_checkpoint(saved)
-    # Shorter, yet whole: only the manifest knows that it was longer.
-    save_file({"b": torch.randn(998)}, path)
-    with pytest.raises(CheckpointError, match=r"has \d+ bytes, but"):
-        check_manifest(manifest_of(saved), open_checkpoint(saved))
-
-
 def test_a_tensor_that_the_manifest_lacks_or_sizes_otherwise(saved: Path) -> None:
     fields = json.loads((saved / NAME).read_text())
     fields["tensors"]["a"]["num_bytes"] += 1
@@ -195,11 +157,6 @@ def test_a_tensor_that_the_manifest_lacks_or_sizes_otherwise(saved: Path) -> Non
     with pytest.raises(CheckpointError, match="does not list it") as caught:
         check_manifest(manifest_of(saved), open_checkpoint(saved))
     assert caught.value.tensor == "a"
-
-
-def test_no_manifest_is_none(saved: Path) -> None:
-    (saved / NAME).unlink()
-    assert read_manifest(open_checkpoint(saved)) is None
 
 
 def test_one_in_an_object_store(saved: Path, s3: S3Server) -> None:
@@ -231,24 +188,13 @@ GOOD: dict[str, Any] = {"format_version": 1, "algorithm": "crc32", "files": {"f"
     ("content", "message", "tensor"),
     [
         (b"", "manifest is not JSON", None),
-        (b"[]", "manifest is a JSON list, not an object", None),
-        (b"\xff", "manifest is not UTF-8", None),
-        (b"[" * 100_000, "nested too deep", None),
         (b'{"format_version": 1, "format_version": 1}', "gives the key 'format_version' twice", None),
-        (b'{"files": {"a": 1, "a": 2}}', "gives the key 'a' twice", None),
-        (b'{"format_version": NaN}', "holds NaN", None),
-        (b'{"format_version": ' + b"9" * 5000 + b"}", "manifest", None),
         ({"format_version": 2}, "is of format_version 2 with algorithm 'crc32'.*upgrade raysharding", None),
         ({"format_version": True}, "is of format_version True", None),
-        ({"format_version": 1.0}, "is of format_version 1.0", None),
         ({"algorithm": "md5"}, "with algorithm 'md5'", None),
-        ({"algorithm": None}, "with algorithm None", None),
         ({"files": None}, "is not what a save writes: AttributeError", None),
-        ({"files": [FILE]}, "is not what a save writes: AttributeError", None),
-        ({"files": {"f": 1}}, "is not what a save writes: TypeError", None),
         ({"files": {"f": {"num_bytes": 1}}}, "is not what a save writes: TypeError", None),
         ({"files": {"f": FILE | {"n" * 5000: 1}}}, "is not what a save writes: TypeError", None),
-        ({"tensors": []}, "is not what a save writes: AttributeError", None),
         ({"tensors": {"t": []}}, "is not what a save writes: TypeError", None),
         ({"tensors": {"t": {"num_bytes": 1}}}, "is not what a save writes: KeyError: .*crc32", None),
         ({"tensors": {"t": TENSOR | {"crc32": 0}}}, "is not what a save writes: TypeError", None),
