@@ -47,7 +47,9 @@ def checkpoint_activations(
     """
     if sharding.activation_checkpointing is False:
         return
-    chosen = _outermost(_chosen(module, groups, sharding))
+    names = _chosen(module, groups, sharding)
+    # Nested checkpointing saves no more.
+    chosen = [name for name in names if not any(name.startswith(other + ".") for other in names)]
     if not chosen:
         _log.warning("activation_checkpointing: no module of %s is checkpointed", type(module).__name__)
     for name in chosen:
@@ -71,11 +73,6 @@ def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Shar
         names = ", ".join(sorted(set(classes.values())))
         raise PlanError(f"activation_checkpointing names {missing}, but no module has such a class; they have {names}")
     return [name for name, found in classes.items() if found in wanted]
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that no other name contains: nested checkpointing saves no more."""
-    return [name for name in names if not any(name.startswith(other + ".") for other in names)]
 
 
 class _Checkpointed:

@@ -14,7 +14,6 @@ Note: why the average is automatic.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,7 +40,8 @@ from raysharding.distributed.fully_shard.internals import (
     syncs_gradients,
 )
 from raysharding.distributed.fully_shard.module_group import over_ranks_of
-from raysharding.models import class_name, clean_name
+from raysharding.distributed.fully_shard.module_hooks import warn_once
+from raysharding.models import class_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
 from raysharding.units import split_by_bytes
@@ -198,7 +198,6 @@ class _Reduction:
         self._module = module
         # An aborted backward runs no callback; the next backward has another number, so there is nothing to reset.
         self._graph_task = -1
-        self._warned = False
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: register a hook on every output that a backward may start from."""
@@ -208,14 +207,11 @@ class _Reduction:
         for tensor in (*tensors, *bases_of(output, args)):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
-        if not tensors and output is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
+        if not tensors and output is not None:
+            warn_once(
                 f"no tensor is found in the output, a {type(output).__name__}: call "
                 "raysharding.distributed.reduce_replicated_gradients(module) after each backward, or return a dict, "
-                "tuple or dataclass",
-                UserWarning,
-                stacklevel=2,
+                "tuple or dataclass"
             )
 
     def _queue(self, grad: torch.Tensor) -> None:
@@ -288,16 +284,12 @@ def _require_root(module: nn.Module) -> None:
         RuntimeError: The module is not the root. Before the first forward FSDP2 has no root, and no gradients exist.
     """
     found = fsdp_modules(module, root_only=True)
-    cure = (
-        "the norm is that of all gradients: call clip_grad_norm_(root, ...) with the module that was sharded as a whole"
-    )
-    if not found and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise RuntimeError(f"this {class_name(module)} is in the FSDP group of a module around it; {cure}")
-    for inner in found:
-        root = outer_root(inner)
-        if root is not None:
-            name = next(name for name, submodule in root.named_modules() if submodule is inner)
-            raise RuntimeError(f"{clean_name(name)} is a part of a sharded {class_name(root)}; {cure}")
+    is_inside = not found and any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if is_inside or any(outer_root(part) is not None for part in found):
+        raise RuntimeError(
+            f"this {class_name(module)} is a part of a sharded module, and the norm is that of all gradients: call "
+            "clip_grad_norm_(root, ...) with the module that was sharded as a whole"
+        )
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:

@@ -196,11 +196,7 @@ class ShardMap:
     @property
     def shard_index(self) -> int:
         """Index of this process's shard."""
-        return self.index_of(self.rank)
-
-    def index_of(self, rank: int) -> int:
-        """Return the index of the shard of rank `rank`."""
-        return next(index for index, ranks in enumerate(self.holders) if rank in ranks)
+        return next(index for index, ranks in enumerate(self.holders) if self.rank in ranks)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> ShardMap:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -258,11 +259,10 @@ def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
     # Ranks with other tensors would wait in broadcasts that have no partner.
     every = all_gather_json({"tensors": mine, "on_meta": on_meta, "has_rule": has_rule})
     for rank, other in enumerate(every):
-        if other["tensors"] != every[0]["tensors"]:
-            pairs = zip(other["tensors"], every[0]["tensors"], strict=False)
-            found = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            what = f"has {found[0]} where rank 0 has {found[1]}" if found else "has more or fewer tensors than rank 0"
-            raise PlanError(f"sync_module_states: rank {rank} {what}; build the same module on every rank")
+        for own, first in zip_longest(other["tensors"], every[0]["tensors"]):
+            if own != first:
+                what = f"rank {rank} has {own} where rank 0 has {first}"
+                raise PlanError(f"sync_module_states: {what}; build the same module on every rank")
     if every[0]["on_meta"] is not None and not every[0]["has_rule"]:
         raise PlanError(
             f"sync_module_states: {every[0]['on_meta']} is on meta on rank 0, which has nothing to send: build the "

@@ -46,7 +46,7 @@ def meet_without_the_last(stop_s: float, limit_s: float) -> tuple[str, float]:
     span = SpanningGroup(found[0], "copy/lost", rank, (1, 2))
     own: Any = span
     if rank == 2:
-        own._meet = lambda: give_address(own._joined_store, rank, 3)
+        own._meet = lambda: give_address(own._store, rank, 3)
     else:
         threading.Timer(stop_s, span.stop).start()
     begun = time.monotonic()

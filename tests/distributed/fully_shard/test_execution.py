@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from raysharding.config import Sharding
 from raysharding.distributed.comm import init_mesh, rank_name
 from raysharding.distributed.fully_shard.execution_order import check_execution_order
-from raysharding.distributed.fully_shard.recovery import recover
+from raysharding.distributed.fully_shard.internals import reset_iteration
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.errors import PlanError
 from tests.spawn import device_type, run_ranks
@@ -88,7 +88,8 @@ def run_equal_orders() -> None:
     module.fails = True
     with torch.no_grad(), pytest.raises(ValueError, match="after the experts"):
         module(same[dist.get_rank() % 2 :][:1])
-    recover(module)
+    module.reshard()
+    reset_iteration(module)
     module.fails = False
     module(same)
     check_execution_order(module)
