@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.accelerator.build import load_extension
 from tests.grid import device_grid
@@ -56,9 +57,8 @@ def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
             outcomes[name] = ""
             continue
         check = getattr(import_module(f"{__package__}.{module}"), function)
-        check = getattr(check, "check", check)
         see_group()
-        outcomes[name] = outcome_of(partial(check, root) if inspect.signature(check).parameters else check)
+        outcomes[name] = outcome_of(partial(getattr(check, "of_rank", check), root))
     return outcomes
 
 
@@ -68,10 +68,11 @@ _found: dict[tuple[Path, str, int], list[dict[str, str]] | RanksFailedError] = {
 
 
 def on_ranks(*quick: int, full: tuple[int, ...] = (), sim: tuple[int, ...] = ()) -> Callable[[Any], Any]:
-    """Make a test of a check, a function of no argument or of a directory, that runs on every rank.
+    """Make a test of a check, which runs on every rank.
 
     The first test of a folder on as many ranks starts one group for all of them that pytest has selected; each test
-    reports its own check. The checks share the directory: files in it have names of their own.
+    reports its own check. A check may take `root`, a directory that all of them share, and `replicate_size`, which is 2
+    on four ranks, else 1.
 
     Args:
         quick: Numbers of ranks on CPUs.
@@ -81,6 +82,11 @@ def on_ranks(*quick: int, full: tuple[int, ...] = (), sim: tuple[int, ...] = ())
 
     def decorate(check: Any) -> Any:
         name = f"{check.__module__.removeprefix('tests.distributed.')}.{check.__name__}"
+        wanted = inspect.signature(check).parameters
+
+        def of_rank(root: Path) -> None:
+            given = {"root": root, "replicate_size": 2 if dist.get_world_size() == 4 else 1}
+            check(**{key: given[key] for key in wanted})
 
         @pytest.mark.timeout(_GROUP_S + 10)
         @pytest.mark.parametrize(("device", "world_size"), device_grid(*quick, full=full, sim=sim))
@@ -90,7 +96,7 @@ def on_ranks(*quick: int, full: tuple[int, ...] = (), sim: tuple[int, ...] = ())
             assert not failed, "\n".join(f"rank {rank} of {world_size}:\n{text}" for rank, text in failed.items())
 
         test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
-        test.check, test.name = check, name  # type: ignore[attr-defined]
+        test.of_rank, test.check = of_rank, name  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -100,16 +106,14 @@ def _outcomes(request: pytest.FixtureRequest, device: str, world_size: int) -> l
     key = (request.path.parent, device, world_size)
     if key not in _found:
         names = [
-            item.obj.name
+            item.obj.check
             for item in request.session.items
             if isinstance(item, pytest.Function) and hasattr(item.obj, "check") and item.path.parent == key[0]
             if (item.callspec.params["device"], item.callspec.params["world_size"]) == key[1:]
         ]
         with tempfile.TemporaryDirectory() as root:
             try:
-                _found[key] = run_ranks(
-                    world_size, run_checks, names, Path(root), timeout_s=_GROUP_S, device=device
-                )
+                _found[key] = run_ranks(world_size, run_checks, names, Path(root), timeout_s=_GROUP_S, device=device)
             except RanksFailedError as error:
                 _found[key] = error
     found = _found[key]

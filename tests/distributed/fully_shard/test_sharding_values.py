@@ -29,6 +29,7 @@ from raysharding.distributed import (
 from raysharding.distributed.comm import all_gather_json, rank_name
 from raysharding.errors import PlanError
 from raysharding.models import build_module
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
     Block,
     Net,
@@ -36,14 +37,12 @@ from tests.distributed.fully_shard.sharding_models import (
     build,
     full,
     gradients,
-    meshes,
     mine,
     rows,
     sharded,
 )
 from tests.distributed.models import Odd
-from tests.grid import world_sizes
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
 
 IGNORED = [r"blocks\.1", "head"]
 INSIDE = {f"blocks.1.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")} | {
@@ -65,7 +64,8 @@ def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
 # --- ignored_modules ------------------------------------------------------------------------------------------------
 
 
-def ignored_stay_whole(replicate_size: int) -> None:
+@on_ranks(2, full=(1, 4))
+def test_ignored_stay_whole(replicate_size: int) -> None:
     twin = build()
     batch = rows(24)
     twin(batch).square().mean().backward()
@@ -88,7 +88,8 @@ def ignored_stay_whole(replicate_size: int) -> None:
         assert torch.allclose(clip_grad_norm_(module, None), norm, rtol=1e-5)
 
 
-def fsdp1_ignores_the_same() -> None:
+@on_ranks(2, full=(4,))
+def test_fsdp1_ignores_the_same() -> None:
     copy = build()
     copy.scale = nn.Parameter(torch.tensor([1.5]))
     modules = [copy.blocks[1], copy.head]
@@ -131,7 +132,8 @@ class Experts(nn.Module):
         return torch.stack([expert(hidden).sum() for expert in self.experts.values()])
 
 
-def ignored_of_each_rank(root: Path) -> None:
+@on_ranks(2, full=(4,))
+def test_ignored_of_each_rank(root: Path) -> None:
     """As torch's own tests of FSDP1 have it: the rest is sharded as ever, and nobody touches the experts' gradients."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -163,7 +165,8 @@ def ignored_of_each_rank(root: Path) -> None:
     assert len(set(all_gather_json(str(caught.value)))) == 1
 
 
-def ranks_that_ignore_others_all_raise() -> None:
+@on_ranks(2, full=(4,))
+def test_ranks_that_ignore_others_all_raise() -> None:
     last, batch = dist.get_world_size() - 1, mine(rows(24))
     module = sharded(build(), ignored_modules="head" if dist.get_rank() == last else r"blocks\.1")
     for _ in range(2):
@@ -173,8 +176,8 @@ def ranks_that_ignore_others_all_raise() -> None:
         names = [problem.partition(":")[0] for problem in caught.value.problems]
         assert names == sorted(INSIDE, key=list(dict(build().named_parameters())).index)
         what = "trained, torch.float32, of shape [3, 6]"
-        line = f"on ranks [{others}] sharded in the FSDP group of the root, {what}; on ranks [{rank_name(last)}] whole, {what}"
-        assert f"head.weight: {line}" in caught.value.problems
+        line = f"head.weight: on ranks [{others}] sharded in the FSDP group of the root, {what}; "
+        assert f"{line}on ranks [{rank_name(last)}] whole, {what}" in caught.value.problems
     cases: tuple[tuple[Callable[[nn.Module], object], Any, tuple[str, str]], ...] = (
         (lambda net: net.requires_grad_(False), ["Block"], ("trained", "frozen")),
         (lambda net: net.double(), ["Block"], ("torch.float32", "torch.float64")),
@@ -197,7 +200,8 @@ def ranks_that_ignore_others_all_raise() -> None:
     module(batch).sum().backward()
 
 
-def stages_on_meshes_of_their_own() -> None:
+@on_ranks(2, full=(4,))
+def test_stages_on_meshes_of_their_own() -> None:
     """The second stage waits for the first one's outputs, and can be asked for nothing before them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     stages = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("stage", "shard"))
@@ -212,16 +216,21 @@ def stages_on_meshes_of_their_own() -> None:
     assert stage.weight.grad is not None
 
 
-def ignored_load(root: Path) -> None:
+@on_ranks(2, full=(1, 4))
+def test_ignored_modules_load(root: Path) -> None:
     sharding = Sharding(wrap=["Block"], ignored_modules=IGNORED, mixed_precision=None)
     path = root / "net.safetensors"
+    if dist.get_rank() == 0:
+        save_file(build(seed=7).state_dict(), path)
+    dist.barrier()
     module: Any = build_module(Net, open_checkpoint(path), None)
     shard_module(module, init_mesh(device_type()), sharding)
     load_checkpoint(module, path)
     assert_same(parameters(module), parameters(build(seed=7)), rtol=0, atol=0)
 
 
-def bad_ignored() -> None:
+@on_ranks(2)
+def test_bad_ignored_modules() -> None:
     stranger = nn.Linear(1, 1)
     net = build()
     cases: list[tuple[Any, str]] = [
@@ -239,7 +248,8 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
-def what_is_sharded_already_is_refused() -> None:
+@on_ranks(2)
+def test_what_is_sharded_already_is_refused() -> None:
     mesh = init_mesh(device_type())
     cases: tuple[tuple[Callable[[], Any], Callable[[Any], nn.Module], Sharding, list[str]], ...] = (
         (Normed, lambda module: module, Sharding(wrap="none"), ["the root"]),
@@ -275,7 +285,8 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
         return make()
 
 
-def one_group_at_a_time(replicate_size: int) -> None:
+@on_ranks(2, full=(1, 4))
+def test_one_group_at_a_time(replicate_size: int) -> None:
     for make in (Net, Odd):
         expected: Any = make()
         with torch.no_grad():
@@ -356,7 +367,8 @@ def fills_once(inner: Any) -> None:
         inner.is_initialized = True
 
 
-def init_fn_is_called_as_by_fsdp1() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_is_called_as_by_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -410,7 +422,8 @@ def works_on_containers(inner: Any) -> None:
         materializes(inner[0])
 
 
-def init_fn_may_reach_into_children() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_may_reach_into_children() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for rule in (reaches_down, works_on_containers):
@@ -424,7 +437,8 @@ def init_fn_may_reach_into_children() -> None:
         sharded(on_meta(Scaled), wrap=["Linear"], param_init_fn=reaches_down)
 
 
-def init_fn_may_only_fill_values() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_may_only_fill_values() -> None:
     for rule in (fills, fills_by_data, fills_by_numpy, fills_once):
         torch.manual_seed(3)
         expected = small()
@@ -437,7 +451,8 @@ def init_fn_may_only_fill_values() -> None:
         assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
 
 
-def init_fn_keeps_ties() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_keeps_ties() -> None:
     def rule(inner: nn.Module) -> None:
         only_allocates(inner)
         by_shape(inner)
@@ -462,7 +477,8 @@ def fails_on_meta(inner: nn.Module) -> None:
         raise RuntimeError("out of memory")
 
 
-def init_fn_leaves_nothing_unset() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_leaves_nothing_unset() -> None:
     cases: tuple[tuple[Callable[[nn.Module], None], list[str]], ...] = (
         (lambda inner: None, ["0.weight", "0.bias"]),
         (only_allocates, ["0.weight", "0.bias"]),
@@ -476,7 +492,8 @@ def init_fn_leaves_nothing_unset() -> None:
         assert isinstance(caught.value.__cause__, RuntimeError) == (rule is fails_on_meta)
 
 
-def init_fn_on_all_ranks_but_the_first() -> None:
+@on_ranks(2, full=(1, 4))
+def test_init_fn_on_all_ranks_but_the_first() -> None:
     """How FSDP1 is told that rank 0 alone has values."""
     expected = build(small)
     is_first = dist.get_rank() == 0
@@ -486,7 +503,8 @@ def init_fn_on_all_ranks_but_the_first() -> None:
     assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
 
 
-def takes_rules_written_for_fsdp1() -> None:
+@on_ranks(2, full=(1, 4))
+def test_rules_written_for_fsdp1() -> None:
     """A function that gives memory itself, as FSDP1's must; ranks draw other numbers, and rank 0's win."""
 
     def rule(inner: Any) -> None:
@@ -506,7 +524,8 @@ def takes_rules_written_for_fsdp1() -> None:
         assert all(torch.equal(other, value) for other in everywhere(value)), name
 
 
-def rule_fails_on_one_rank() -> None:
+@on_ranks(2, full=(4,))
+def test_a_rule_that_fails_on_one_rank() -> None:
     def rule(inner: nn.Module) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             raise LookupError("no rule")
@@ -519,7 +538,8 @@ def rule_fails_on_one_rank() -> None:
 # --- sync_module_states ---------------------------------------------------------------------------------------------
 
 
-def rank_0_decides(replicate_size: int) -> None:
+@on_ranks(2, full=(1, 4))
+def test_rank_0_decides(replicate_size: int) -> None:
     """The oracle is rank 0's own module: FSDP1 refuses `sync_module_states` on CPUs."""
     rank = dist.get_rank()
     for make in (Net, Odd):
@@ -544,7 +564,8 @@ class Wider(Net):
         self.head = nn.Linear(6, 4)
 
 
-def differing_ranks_all_raise() -> None:
+@on_ranks(2, full=(4,))
+def test_differing_ranks_all_raise() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     cases: list[tuple[nn.Module, str]] = [
         (build(Wider if last else Net), r"has \['head.weight'.*where rank 0 has \['head.weight'"),
@@ -554,34 +575,3 @@ def differing_ranks_all_raise() -> None:
         with pytest.raises(PlanError, match=message) as caught:
             sharded(module, sync_module_states=True)
         assert len(set(all_gather_json(str(caught.value)))) == 1
-
-
-def run_all(root: Path) -> None:
-    for replicate_size in meshes():
-        ignored_stay_whole(replicate_size)
-        one_group_at_a_time(replicate_size)
-        rank_0_decides(replicate_size)
-    ignored_load(root)
-    takes_rules_written_for_fsdp1()
-    init_fn_is_called_as_by_fsdp1()
-    init_fn_may_reach_into_children()
-    init_fn_may_only_fill_values()
-    init_fn_keeps_ties()
-    init_fn_leaves_nothing_unset()
-    init_fn_on_all_ranks_but_the_first()
-    bad_ignored()
-    what_is_sharded_already_is_refused()
-    if dist.get_world_size() > 1:
-        fsdp1_ignores_the_same()
-        ignored_of_each_rank(root)
-        ranks_that_ignore_others_all_raise()
-        stages_on_meshes_of_their_own()
-        rule_fails_on_one_rank()
-        differing_ranks_all_raise()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(1, 2, full=(4,)))
-def test_first_values(world_size: int, tmp_path: Path) -> None:
-    save_file(build(seed=7).state_dict(), tmp_path / "net.safetensors")
-    run_ranks(world_size, run_all, tmp_path, timeout_s=110)
