@@ -22,13 +22,7 @@ from torch import nn
 
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import device_module, is_accelerator
-from raysharding.distributed.fully_shard import (
-    ShardMap,
-    TensorLayout,
-    is_offloaded,
-    module_tensors,
-    tensor_layout,
-)
+from raysharding.distributed.fully_shard import ShardMap, TensorLayout, is_offloaded, module_tensors, tensor_layout
 from raysharding.distributed.optim import OptimizerFactory, call_factory
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,

@@ -62,7 +62,7 @@ def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
     return outcomes
 
 
-_GROUP_S = 200.0
+_GROUP_S = 300.0
 _found: dict[tuple[Path, str, int], list[dict[str, str]] | RanksFailedError] = {}
 """(room, device, number of ranks) → outcomes of its checks, by rank."""
 

@@ -126,17 +126,13 @@ class _UnchangedStatistics:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         norms = [inner for inner in self._module.modules() if isinstance(inner, NormBase) and inner.training]
-        self._kept = [
-            (norm, name, buffer) for norm in norms for name, buffer in norm._buffers.items() if buffer is not None
-        ]
-        for norm, name, buffer in self._kept:
-            norm._buffers[name] = buffer.clone()
+        self._kept = [(norm._buffers, dict(norm._buffers)) for norm in norms]
+        for buffers, kept in self._kept:
+            buffers.update({name: one.clone() for name, one in kept.items() if one is not None})
 
     def __exit__(self, *_: object) -> None:
-        for norm, name, buffer in self._kept:
-            norm._buffers[name] = buffer
-        self._kept = []
+        for buffers, kept in self._kept:
+            buffers.update(kept)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -45,6 +45,8 @@ from raysharding.models import class_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
 from raysharding.units import split_by_bytes
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def keep_low_precision_grads(module: nn.Module) -> None:
@@ -142,11 +144,16 @@ def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield parameters of one device and dtype, of up to `MESSAGE_BYTES`; the same on every rank."""
-    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        buckets[parameter.device, parameter.dtype].append(parameter)
-    for bucket in buckets.values():
-        yield from split_by_bytes(bucket, lambda parameter: parameter.nbytes, MESSAGE_BYTES)
+    for alike in _alike(parameters):
+        yield from split_by_bytes(alike, lambda parameter: parameter.nbytes, MESSAGE_BYTES)
+
+
+def _alike(tensors: Iterable[T]) -> list[list[T]]:
+    """Group tensors by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[T]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return list(groups.values())
 
 
 def _average(parameters: list[nn.Parameter]) -> None:
@@ -366,16 +373,11 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
     """Yield the norms of tensors, 1-D, in fp32 or wider, by one fused call per device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device, grad.dtype].append(grad)
-    for (_, dtype), group in groups.items():
-        yield torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
+    for alike in _alike(grads):
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        yield torch.stack(torch._foreach_norm(alike, norm_type, dtype=dtype))
 
 
 def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    groups: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device].append(grad)
-    for device, group in groups.items():
-        torch._foreach_mul_(group, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+    for alike in _alike(grads):
+        torch._foreach_mul_(alike, factor.to(alike[0].device) if isinstance(factor, torch.Tensor) else factor)

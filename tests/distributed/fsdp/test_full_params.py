@@ -441,10 +441,7 @@ def test_ranks_that_differ() -> None:
             raise AssertionError("not entered")
 
     if world_size > 1:
-        for fn in (
-            lambda: summon(module, writeback=last),
-            lambda: summon(module.blocks[0] if last else module.blocks),
-        ):
+        for fn in (lambda: summon(module, writeback=last), lambda: summon(module.blocks[0] if last else module.blocks)):
             found = outcomes(fn)
             assert all(text.startswith("PlanError") and "alike" in text for text in found), found
         # Beside the function of the same name, which hides it as an attribute.

@@ -45,11 +45,7 @@ from tests.distributed.fully_shard.test_sharding import Scaled
 from tests.distributed.models import Odd, filled
 from tests.spawn import device_type
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
+FULL, SHARDED, LOCAL = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT)
 RANK_0_ONLY = FullStateDictConfig(rank0_only=True)
 
 

@@ -150,17 +150,17 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
         load_optimizer_state(again, other, root / "kept-saved")
         train_step(again, other, batch_of(pair), loss=square)
     train_step(module, optimizer, batch_of(), loss=square)
-    values = {name: full(parameter) for name, parameter in module.named_parameters()}
+    held = {name: full(parameter) for name, parameter in module.named_parameters()}
     if dist.get_rank() < 2:
-        found = {name: full(parameter) for name, parameter in again.named_parameters()}
-        torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-6)
+        loaded = {name: full(parameter) for name, parameter in again.named_parameters()}
+        torch.testing.assert_close(loaded, held, rtol=1e-5, atol=1e-6)
     with summon_full_params(module, rank0_only=True, writeback=True):
         if dist.get_rank() == 0:
             with torch.no_grad():
                 for name in WHOLE:
                     module.get_parameter(name).mul_(2)
     for name in WHOLE:
-        assert torch.equal(module.get_parameter(name), values[name] * 2), name
+        assert torch.equal(module.get_parameter(name), held[name] * 2), name
 
 
 def bf16_equals_one_process(name: str, path: Path) -> None:

@@ -222,11 +222,7 @@ def trace(module: Any, batch: torch.Tensor) -> tuple[str, str]:
 def test_prefetching() -> None:
     batch = mine(rows(24))
     expected = gradients_of(sharded(build(Deep), wrap=["Dropped"]), batch)
-    forwards = {
-        False: "g0 f0 g1 f1 g2 f2",
-        True: "g0 g1 f0 g2 f1 f2",
-        2: "g0 g1 g2 f0 f1 f2",
-    }
+    forwards = {False: "g0 f0 g1 f1 g2 f2", True: "g0 g1 f0 g2 f1 f2", 2: "g0 g1 g2 f0 f1 f2"}
     before = "g2 g1 b2 g0 b1 b0"
     backwards: dict[Any, str] = {
         "backward_pre": before,

@@ -14,13 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-)
+from raysharding.distributed import clip_grad_norm_, init_mesh, load_checkpoint, save_checkpoint, shard_module
 from raysharding.distributed.footprint import gathered_bytes
 from raysharding.distributed.fully_shard.internals import fsdp_groups
 from raysharding.distributed.fully_shard.layout import local_tensor
