@@ -118,7 +118,7 @@ def _exchange(store: Store, keys: Sequence[str], rank: int, timeout_s: float, va
     """Set this rank's key to a JSON value, wait for the keys of all ranks, and return their values; collective."""
     store.set(keys[rank], json.dumps(value))
     store.wait(list(keys), timedelta(seconds=timeout_s))
-    return [json.loads(said) for said in store.multi_get(list(keys))]
+    return [json.loads(found) for found in store.multi_get(list(keys))]
 
 
 async def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
@@ -160,7 +160,7 @@ def serve_store(
     Args:
         host: Address of this node on the interface that the other ranks can reach.
         timeout_s: Timeout of one store operation.
-        port_range: See `listen`.
+        port_range: First and last port to try. Default: the kernel chooses a free port.
 
     Returns:
         The store, and the address that every rank needs.
@@ -309,7 +309,7 @@ def _await_ranks(
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
-        return [tuple(said) for said in _exchange(store, keys, rank, rendezvous_s, value)]
+        return [tuple(one) for one in _exchange(store, keys, rank, rendezvous_s, value)]
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing))

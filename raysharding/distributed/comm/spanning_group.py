@@ -248,7 +248,7 @@ class SpanningGroup:
             raise PeerLostError("did not answer in time" if late else "is gone, or has stopped") from error
 
     def stop(self) -> None:
-        """End all waits in this group, on this rank and on all that wait for it; see the note. From any thread."""
+        """End all waits in this group, on this rank and on all that wait for it. From any thread."""
         self._stopped.set()
         cut(self._sockets)
         if self._device_backend is not None:

@@ -53,7 +53,7 @@ def full_optim_state_dict(
 
     Raises:
         ValueError: `group` has other ranks.
-        PlanError: On every rank: see `agreed_snapshot`.
+        PlanError: On every rank, if the optimizers of the ranks hold other param groups or state than rank 0's.
         RuntimeError: From the process group, when a rank is gone.
     """
     require_group(group)
@@ -131,9 +131,9 @@ def scatter_full_optim_state_dict(
 
     Args:
         full_optim_state_dict: On rank 0, keyed by FQN; ignored on the other ranks.
-        model: See `shard_full_optim_state_dict`.
-        optim_input: See `shard_full_optim_state_dict`.
-        optim: See `shard_full_optim_state_dict`.
+        model: The sharded root module, of any world size.
+        optim_input: Argument of the optimizer. Default: that of `optim`, else `model.parameters()`.
+        optim: The optimizer that will load it.
         group: The group of the model's mesh, or `None`.
 
     Returns:

@@ -58,7 +58,7 @@ def state_dict_type(
     """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.state_dict_type`, but after an exception too, the previous form is restored.
-    Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
+    Inside, every rank calls `state_dict()` and `load_state_dict()`.
     """
     before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)

@@ -133,7 +133,7 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     Raises:
         Exception: What `fn` raised; on the other ranks a RayshardingError that names the first such rank. `fn` is
             called on nothing further, and the changes until then are kept.
-        RuntimeError: See `summon_full_params`.
+        RuntimeError: In a forward, a backward or a `summon_full_params`; or `fn` changed the shape of a parameter.
     """
     errors: list[Exception] = []
     is_collective = bool(fsdp_modules(module))

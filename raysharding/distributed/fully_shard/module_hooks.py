@@ -44,7 +44,7 @@ def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], shardin
 
     Args:
         module: The root, before activations are checkpointed: what is computed again is compiled, too.
-        groups: What `wrap_groups` chose.
+        groups: Result of `wrap_groups`.
         sharding: Its `compile` is read.
     """
     if sharding.compile is False:
@@ -64,9 +64,9 @@ def leave_hooks_out(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
     After a graph break dynamo compiles every function that runs, and fails in a hook when a weak reference dies.
 
     Args:
-        module: See `compile_blocks`; with all hooks.
-        groups: See `compile_blocks`.
-        sharding: See `compile_blocks`.
+        module: The root, with all hooks.
+        groups: Result of `wrap_groups`.
+        sharding: Its `compile` is read.
     """
     blocks = [module.get_submodule(name) for names in groups for name in names] if sharding.compile is not False else []
     inner = {one for block in blocks for one in block.modules() if one is not block}

@@ -83,7 +83,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     Args:
         module: The root module or a `DistModule`, on meta or real; a real module is moved to the device of the mesh.
         mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
-        sharding: See `Sharding`.
+        sharding: Options. Default: `Sharding()`.
 
     Returns:
         The same module. Wire: none; with `sync_module_states` the module once to each rank.

@@ -115,8 +115,7 @@ def adafactor(module: nn.Module) -> torch.optim.Optimizer:
 NUM_STATE_TENSORS = {"adamw": 12, "sgd": 6, "plain_sgd": 0, "amsgrad": 18, "adafactor": 10}
 """Of the six parameters that are used and have dims; what a 0-dim one has lies in the outline."""
 
-OPTIMIZERS: Mapping[str, OptimizerOf] = {"adamw": adamw, "sgd": sgd, "plain_sgd": plain_sgd, "amsgrad": amsgrad}
-OPTIMIZERS = {**OPTIMIZERS, "adafactor": adafactor}
+OPTIMIZERS: Mapping[str, OptimizerOf] = {one.__name__: one for one in (adamw, sgd, plain_sgd, amsgrad, adafactor)}
 
 
 def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, first: int = 0) -> None:
@@ -252,20 +251,14 @@ def test_against_fsdp1() -> None:
             assert torch.equal(held["exp_avg"], held["exp_avg_sq"]), "FSDP1 gathers both into one buffer"
         unsharded = plain()
         renamed = rekey_optim_state_dict(ours, OptimStateKeyType.PARAM_ID, unsharded)
-        assert same(
-            renamed["state"],
-            FullyShardedDataParallel.rekey_optim_state_dict(ours, OptimStateKeyType.PARAM_ID, unsharded)["state"],
-        )
+        rekeyed = FullyShardedDataParallel.rekey_optim_state_dict(ours, OptimStateKeyType.PARAM_ID, unsharded)
+        assert same(renamed["state"], rekeyed["state"])
         alone = torch.optim.AdamW(unsharded.parameters())
         alone.load_state_dict(renamed)
         assert alone.param_groups[0]["lr"] == 0.01
         back = rekey_optim_state_dict(alone.state_dict(), OptimStateKeyType.PARAM_NAME, unsharded)
-        assert same(
-            back["state"],
-            FullyShardedDataParallel.rekey_optim_state_dict(
-                alone.state_dict(), OptimStateKeyType.PARAM_NAME, unsharded
-            )["state"],
-        )
+        by_name = (alone.state_dict(), OptimStateKeyType.PARAM_NAME, unsharded)
+        assert same(back["state"], FullyShardedDataParallel.rekey_optim_state_dict(*by_name)["state"])
     assert same(back["state"], ours["state"])
     assert back["param_groups"][0]["params"] == ours["param_groups"][0]["params"]
     # Ids are paired by position: in the optimizer's order, whatever the order was in the other one.
@@ -280,10 +273,8 @@ def test_against_fsdp1() -> None:
     # From the unsharded optimizer into the sharded one, which goes on from there.
     optimizer.load_state_dict(scatter_full_optim_state_dict(back if dist.get_rank() == 0 else None, module))
     assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], ours["state"])
-    assert (
-        rekey_optim_state_dict(renamed, OptimStateKeyType.PARAM_ID, unsharded)["state"].keys()
-        == renamed["state"].keys()
-    )
+    twice = rekey_optim_state_dict(renamed, OptimStateKeyType.PARAM_ID, unsharded)
+    assert twice["state"].keys() == renamed["state"].keys()
 
 
 @pytest.mark.all_ranks
