@@ -22,13 +22,7 @@ from torch import nn
 
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import device_module, is_accelerator
-from raysharding.distributed.fully_shard import (
-    ShardMap,
-    TensorLayout,
-    is_offloaded,
-    module_tensors,
-    tensor_layout,
-)
+from raysharding.distributed.fully_shard import ShardMap, TensorLayout, is_offloaded, module_tensors, tensor_layout
 from raysharding.distributed.optim import OptimizerFactory, call_factory
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
@@ -165,33 +159,28 @@ def footprints(
     Raises:
         PlanError: The factory raised.
     """
-    whole = [one for one in tensors if one.is_parameter and not one.layout.num_shards]
-    of_all = (full_bytes(whole), _pinned(tensors))
+    parameters = [one for one in tensors if one.is_parameter]
+    buffers = [one for one in tensors if not one.is_parameter]
+    trained = [one for one in tensors if one.is_trained and optimizer is not None]
+    replicated = full_bytes([one for one in parameters if not one.layout.num_shards])
+    # FSDP2 gives every rank the length of the longest shard, which is the first.
+    pinned = sum(round_up_pinned(one.local_bytes(0)) for one in tensors if one.layout.num_shards)
     states: dict[Trained, int | None] = {}  # most shards have the same shapes
     found = {}
     for index in shard_indexes:
-        parameters = sum(one.local_bytes(index) for one in tensors if one.is_parameter)
-        buffers = sum(one.local_bytes(index) for one in tensors if not one.is_parameter)
-        trained = tuple((one.layout, one.local_shape(index)) for one in tensors if one.is_trained)
-        if optimizer is None:
-            found[index] = Footprint(parameters, buffers, 0, 0, *of_all)
-            continue
-        if trained not in states:
-            states[trained] = _optimizer_bytes(optimizer, trained)
-        gradients = sum(one.local_bytes(index) for one in tensors if one.is_trained)
-        found[index] = Footprint(parameters, buffers, gradients, states[trained], *of_all)
+        shapes = tuple((one.layout, one.local_shape(index)) for one in trained)
+        if shapes not in states:
+            states[shapes] = _optimizer_bytes(optimizer, shapes)
+        held, buffer, gradient = (
+            sum(one.local_bytes(index) for one in some) for some in (parameters, buffers, trained)
+        )
+        found[index] = Footprint(held, buffer, gradient, states[shapes], replicated, pinned)
     return found
 
 
-def _pinned(tensors: Sequence[TensorFootprint]) -> int:
-    """Return the pinned memory of one rank's shards; FSDP2 gives every rank the length of the longest."""
-    shards = [tensor.layout for tensor in tensors if tensor.layout.num_shards]
-    return sum(round_up_pinned(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
-
-
-def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
+def _optimizer_bytes(factory: OptimizerFactory | None, trained: Trained) -> int | None:
     """Return the bytes of optimizer state after one step on meta tensors; `None` if the step needs values."""
-    if not trained:
+    if factory is None or not trained:
         return 0
     named = [(one.fqn, nn.Parameter(torch.empty(shape, dtype=one.dtype, device="meta"))) for one, shape in trained]
     try:

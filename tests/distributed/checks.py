@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
 
 from tests.accelerator.build import load_extension
-from tests.spawn import device_type, part_of_ranks, see_group
+from tests.grid import device_grid
+from tests.spawn import RanksFailedError, device_type, part_of_ranks, run_ranks, see_group
 
 
 def outcome_of(check: Callable[[], object]) -> str:
@@ -51,5 +58,65 @@ def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
             continue
         check = getattr(import_module(f"{__package__}.{module}"), function)
         see_group()
-        outcomes[name] = outcome_of(partial(check, root))
+        outcomes[name] = outcome_of(partial(getattr(check, "of_rank", check), root))
     return outcomes
+
+
+_GROUP_S = 300.0
+_found: dict[tuple[Path, str, int], list[dict[str, str]] | RanksFailedError] = {}
+"""(room, device, number of ranks) → outcomes of its checks, by rank."""
+
+
+def on_ranks(*quick: int, full: tuple[int, ...] = (), sim: tuple[int, ...] = ()) -> Callable[[Any], Any]:
+    """Make a test of a check, which runs on every rank.
+
+    The first test of a folder on as many ranks starts one group for all of them that pytest has selected; each test
+    reports its own check. A check may take `root`, a directory that all of them share, and `replicate_size`, which is 2
+    on four ranks, else 1.
+
+    Args:
+        quick: Numbers of ranks on CPUs.
+        full: Numbers of ranks on CPUs, where the whole grid is asked for.
+        sim: Numbers of ranks on the simulated device.
+    """
+
+    def decorate(check: Any) -> Any:
+        name = f"{check.__module__.removeprefix('tests.distributed.')}.{check.__name__}"
+        wanted = inspect.signature(check).parameters
+
+        def of_rank(root: Path) -> None:
+            given = {"root": root, "replicate_size": 2 if dist.get_world_size() == 4 else 1}
+            check(**{key: given[key] for key in wanted})
+
+        @pytest.mark.timeout(_GROUP_S + 10)
+        @pytest.mark.parametrize(("device", "world_size"), device_grid(*quick, full=full, sim=sim))
+        def test(device: str, world_size: int, request: pytest.FixtureRequest) -> None:
+            found = _outcomes(request, device, world_size)
+            failed = {rank: outcome[name] for rank, outcome in enumerate(found) if outcome[name]}
+            assert not failed, "\n".join(f"rank {rank} of {world_size}:\n{text}" for rank, text in failed.items())
+
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        test.of_rank, test.check = of_rank, name  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _outcomes(request: pytest.FixtureRequest, device: str, world_size: int) -> list[dict[str, str]]:
+    key = (request.path.parent, device, world_size)
+    if key not in _found:
+        names = [
+            item.obj.check
+            for item in request.session.items
+            if isinstance(item, pytest.Function) and hasattr(item.obj, "check") and item.path.parent == key[0]
+            if (item.callspec.params["device"], item.callspec.params["world_size"]) == key[1:]
+        ]
+        with tempfile.TemporaryDirectory() as root:
+            try:
+                _found[key] = run_ranks(world_size, run_checks, names, Path(root), timeout_s=_GROUP_S, device=device)
+            except RanksFailedError as error:
+                _found[key] = error
+    found = _found[key]
+    if isinstance(found, RanksFailedError):
+        raise found
+    return found

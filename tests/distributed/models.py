@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from raysharding.distributed import gather_state_dict
 
 TIED = ("head.weight", "twin")
 """Second names."""
@@ -63,3 +68,26 @@ def filled(seed: int = 0) -> Odd:
 def saved(model: Odd) -> dict[str, torch.Tensor]:
     """What a checkpoint of `model` holds: tied tensors once."""
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in TIED}
+
+
+def on_meta() -> Odd:
+    """An `Odd` on meta but for its non-persistent buffer, which has no rule."""
+    with torch.device("meta"):
+        model = Odd()
+    model.positions = torch.arange(5).expand(2, 5).clone()
+    return model
+
+
+def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
+    """On rank 0 the module's full state dict."""
+    return {name: value for part in gather_state_dict(module) for name, value in part.items()}
+
+
+def require_equal(module: nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
+    """What the shards hold is `expected`, bit for bit."""
+    found = gathered(module)
+    if dist.get_rank() == 0:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name

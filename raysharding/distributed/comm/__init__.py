@@ -1,13 +1,7 @@
 """Communication beside tensors: process group, device mesh, JSON collectives, agreement on failure, link test."""
 
 from raysharding.distributed.comm.abort import nobody_connects_later
-from raysharding.distributed.comm.agreement import (
-    BUCKETS_PER_CHECK,
-    FailureFlag,
-    agree,
-    agreeing,
-    from_rank_0,
-)
+from raysharding.distributed.comm.agreement import BUCKETS_PER_CHECK, FailureFlag, agree, agreeing, from_rank_0
 from raysharding.distributed.comm.current_group import (
     current_group,
     get_rank,

@@ -14,12 +14,7 @@ import torch.distributed as dist
 
 from raysharding import errors
 from raysharding.distributed.comm.current_group import current_group, get_world_size, rank_name
-from raysharding.distributed.comm.json_collectives import (
-    all_gather_json,
-    any_rank,
-    broadcast_json,
-    metadata_device,
-)
+from raysharding.distributed.comm.json_collectives import all_gather_json, any_rank, broadcast_json, metadata_device
 from raysharding.distributed.comm.waiting import to_host, wait_for
 from raysharding.errors import RayshardingError
 

@@ -33,7 +33,7 @@ def init_mesh(
         device_type: `"cpu"`, `"cuda"`, or another type for which torch has a backend of collectives.
         sharding: Its `replicate_size` is the number of replicas. Default: one.
         group: FSDP1's `process_group`: the ranks, which may be a part of all; or for HSDP this rank's (shard group,
-            replicate group), which make the two axes. Default: the current group, see `using_group`.
+            replicate group), which make the two axes. Default: the current group.
 
     Returns:
         A mesh with the axis `shard`, or the axes (`replicate`, `shard`). Consecutive ranks form a replica, so that the

@@ -23,19 +23,17 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain, starmap
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from raysharding.distributed.comm.abort import nobody_connects_later
 from raysharding.distributed.comm.device import backends_of, device_uuid, is_accelerator, nccl_version, why_unshareable
@@ -95,31 +93,38 @@ def check_reachable(
     Raises:
         RendezvousError: On every rank, if one node cannot connect to another.
     """
-    targets = _ports(addresses)
-    del targets[addresses[rank][0]]
+    ports = dict(reversed(addresses))  # host → port of the host's first rank
+    others = {host: port for host, port in ports.items() if host != addresses[rank][0]}
     # Each rank says what it found within `_LONGEST_S`, or has died, which the driver notices.
-    said = exchange(_unreachable(targets, min(_LONGEST_S, timeout_s / 2)))
-    found = {addresses[other][0]: unreachable for other, unreachable in enumerate(said)}
-    if any(found.values()):
-        raise _error(found, addresses)
+    every = exchange(asyncio.run(_unreachable(others, min(_LONGEST_S, timeout_s / 2))))
+    failed = {(addresses[one][0], host): why for one, found in enumerate(every) for host, why in found.items()}
+    if not failed:
+        return
+    # If a firewall isolates one node, every failure has that node at one end.
+    ends = Counter(chain.from_iterable(failed))
+    blamed = [host for host in ends if ends[host] == max(ends.values())]
+    kernel_ports = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    message = (
+        f"nodes of this group cannot connect to each other (suspect: {', '.join(blamed)}); gloo and NCCL listen on TCP "
+        f"ports that the kernel chooses, here {' to '.join(kernel_ports)} (net.ipv4.ip_local_port_range): open them "
+        "between the nodes, or start Ray with the address of another interface (--node-ip-address)"
+    )
+    lines = [f"{source} cannot connect to {host}:{ports[host]}: {why}" for (source, host), why in failed.items()]
+    missing = [one for one, (host, _) in enumerate(addresses) if host in blamed]
+    raise RendezvousError("\n  ".join((message, *lines)), missing_ranks=missing)
 
 
 def _exchange(store: Store, keys: Sequence[str], rank: int, timeout_s: float, value: Any) -> list[Any]:
     """Set this rank's key to a JSON value, wait for the keys of all ranks, and return their values; collective."""
     store.set(keys[rank], json.dumps(value))
     store.wait(list(keys), timedelta(seconds=timeout_s))
-    return [json.loads(said) for said in store.multi_get(list(keys))]
+    return [json.loads(found) for found in store.multi_get(list(keys))]
 
 
-def _ports(addresses: Sequence[Address]) -> dict[str, int]:
-    """Return host → port of the host's first rank."""
-    return dict(reversed(addresses))
-
-
-def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
+async def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
     """Connect to all targets at once. Return unreachable host → reason."""
 
-    async def connect(host: str, port: int) -> str:
+    async def reason(host: str, port: int) -> str:
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
         except OSError as error:
@@ -128,36 +133,8 @@ def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]
         writer.close()
         return ""
 
-    async def connect_to_all() -> list[str]:
-        return await asyncio.gather(*(connect(host, port) for host, port in targets.items()))
-
-    reasons = zip(targets, asyncio.run(connect_to_all()), strict=True)
-    return {host: why for host, why in reasons if why}
-
-
-def _error(found: Mapping[str, Mapping[str, str]], addresses: Sequence[Address]) -> RendezvousError:
-    lines = []
-    ports = _ports(addresses)
-    ends: Counter[str] = Counter()
-    for source, failed in found.items():
-        for target, why in failed.items():
-            lines.append(f"{source} cannot connect to {target}:{ports[target]}: {why}")
-            ends.update((source, target))
-    # If a firewall isolates one node, every failure has that node at one end.
-    most = max(ends.values())
-    blamed = [host for host in ends if ends[host] == most]
-    missing = [rank for rank, (host, _) in enumerate(addresses) if host in blamed]
-    message = (
-        f"nodes of this group cannot connect to each other (suspect: {', '.join(blamed)}); gloo and NCCL listen on TCP "
-        f"ports that the kernel chooses, here {_kernel_ports()} (net.ipv4.ip_local_port_range): open them between the "
-        "nodes, or start Ray with the address of another interface (--node-ip-address)"
-    )
-    return RendezvousError("\n  ".join((message, *lines)), missing_ranks=missing)
-
-
-def _kernel_ports() -> str:
-    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as setting:
-        return " to ".join(setting.read().split())
+    reasons = await asyncio.gather(*starmap(reason, targets.items()))
+    return {host: why for host, why in zip(targets, reasons, strict=True) if why}
 
 
 _SIOCGIFADDR = 0x8915
@@ -183,7 +160,7 @@ def serve_store(
     Args:
         host: Address of this node on the interface that the other ranks can reach.
         timeout_s: Timeout of one store operation.
-        port_range: See `listen`.
+        port_range: First and last port to try. Default: the kernel chooses a free port.
 
     Returns:
         The store, and the address that every rank needs.
@@ -241,11 +218,10 @@ def join_process_group(
     base = server if server is not None else connect_store(address, rank, node_ip, rendezvous_s)
     store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
+    on_accelerator = is_accelerator(device)
     with listen_as_gloo(rank, node_ip) as listener:
-        on_device = (
-            (device_uuid(device), why_unshareable(nccl_version(device))) if is_accelerator(device) else (None, None)
-        )
-        value = (*listener.getsockname()[:2], *on_device)
+        uuid = device_uuid(device) if on_accelerator else None
+        value = (*listener.getsockname()[:2], uuid, why_unshareable(nccl_version(device)))
         arrived = _await_ranks(store, address, rank, world_size, value, rendezvous_s)
         # Before the device's backend is made: NCCL would refuse on some ranks, and the others would wait for them.
         _check_shared_devices(arrived)
@@ -253,7 +229,6 @@ def join_process_group(
         left_s = max(1.0, until - time.monotonic())
         keys = [f"unreachable/{other}" for other in range(world_size)]
         check_reachable(partial(_exchange, store, keys, rank, left_s), rank, addresses, left_s)
-    on_accelerator = is_accelerator(device)
     try:
         with nullcontext() if on_accelerator else nobody_connects_later():
             dist.init_process_group(
@@ -289,16 +264,14 @@ def collective_counters(group: dist.ProcessGroup) -> list[Callable[[], int]]:
     Backends without a count are left out. gloo also counts point-to-point messages, NCCL does not.
     """
     # torch has no public API for this. A group with several backends has no count of its own; its backends have.
-    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
-    return [backend._get_sequence_number_for_group for backend in backends if _counts(backend)]
-
-
-def _counts(backend: Any) -> bool:
-    try:
-        backend._get_sequence_number_for_group()
-    except RuntimeError:  # "does not yet support sequence numbers": possible for a third-party backend
-        return False
-    return True
+    counters: list[Callable[[], int]] = []
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        counter = backend._get_sequence_number_for_group
+        with suppress(RuntimeError):  # "does not yet support sequence numbers": possible for a third-party backend
+            counter()
+            counters.append(counter)
+    return counters
 
 
 def connect_store(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float) -> TCPStore:
@@ -336,7 +309,7 @@ def _await_ranks(
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
-        return [tuple(said) for said in _exchange(store, keys, rank, rendezvous_s, value)]
+        return [tuple(one) for one in _exchange(store, keys, rank, rendezvous_s, value)]
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing))
@@ -350,13 +323,11 @@ def _await_ranks(
 def _check_shared_devices(arrived: Sequence[tuple[Any, ...]]) -> None:
     """Raise a ValueError, from the same values on every rank, if ranks share a device that one cannot share."""
     why = next((one[3] for one in arrived if one[3] is not None), None)
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, (host, _, device, _) in enumerate(arrived):
-        if device is not None:
-            ranks.setdefault((host, device), []).append(rank)
-    sharing = next((found for found in ranks.values() if len(found) > 1), None)
-    if why is not None and sharing is not None:
-        raise ValueError(f"ranks {', '.join(map(str, sharing))} share one GPU: {why}")
+    places = [(host, device) for host, _, device, _ in arrived]
+    shared = next((one for one in places if one[1] is not None and places.count(one) > 1), None)
+    if why is not None and shared is not None:
+        sharing = ", ".join(str(rank) for rank, place in enumerate(places) if place == shared)
+        raise ValueError(f"ranks {sharing} share one GPU: {why}")
 
 
 def choose_interface(node_ip: str) -> None:

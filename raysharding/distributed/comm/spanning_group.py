@@ -39,8 +39,8 @@ _STORE_S = 15.0
 """Longest time to reach the store, in seconds."""
 _MEET_S, _MEET_RANK_S = 5.0, 0.1
 """Longest time in seconds for ranks that are all there to connect, and for each rank: one may die in this moment."""
-_LOOK_S = 1e-3
-"""Pause between two looks whether they have connected, which takes milliseconds."""
+_PAUSE_S = 1e-3
+"""Pause between two checks whether they have connected, in seconds; it takes milliseconds."""
 _TRY_S = 3.0
 """Longest time in seconds of one try to reach the store."""
 _TAG = 0
@@ -71,7 +71,7 @@ class SpanningGroup:
         self._num_exchanges = 0
         self._stopped = threading.Event()
         self._sockets: list[Any] = []
-        self._store: Store | None = None
+        self._store: Any = None
         self._gloo: Any = None
         self._device_backend: Any = None
 
@@ -93,8 +93,8 @@ class SpanningGroup:
         let_gloo_end()
         with nobody_connects_later():
             self._gloo = self._meet()
-        found = [one for one in connections() if one not in before]
-        every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
+        made = [one for one in connections() if one not in before]
+        every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(made)]
         self._sockets = between(dict(enumerate(every)))[self.rank]
 
     @waits_for_ranks
@@ -103,7 +103,7 @@ class SpanningGroup:
 
         gloo waits five times its timeout for a rank that died after it had given its address, and nothing ends that.
         """
-        store, made = PrefixStore("gloo", self._joined_store), Future[Any]()
+        store, made = PrefixStore("gloo", self._store), Future[Any]()
         limit_s = min(_MEET_S + self.world_size * _MEET_RANK_S, self.left_s)
 
         def make() -> None:
@@ -117,7 +117,7 @@ class SpanningGroup:
         while not made.done() and not self._stopped.is_set():
             if time.monotonic() >= until:
                 raise PeerLostError("did not answer in time")
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
         return self._attempt(made.result)
 
     def _connect(self, node_ip: str) -> Store:
@@ -135,7 +135,7 @@ class SpanningGroup:
 
         Run on the simulated device, and with NCCL 2.30 between ranks that shared one GPU.
         """
-        store = PrefixStore(f"{device.type}/{self._num_exchanges}", self._joined_store)
+        store = PrefixStore(f"{device.type}/{self._num_exchanges}", self._store)
         name = dist.Backend.default_device_backend_map[device.type]
         # As `new_group` does it: NCCL is torch's own, others have registered a function.
         plugin = dist.Backend._plugins.get(name.upper())
@@ -171,25 +171,19 @@ class SpanningGroup:
         """
         self._num_exchanges += 1
         keys = [f"{self._num_exchanges}/{rank}" for rank in range(self.world_size)]
-        self._attempt(lambda: self._joined_store.set(keys[self.rank], json.dumps(value)))
+        self._attempt(lambda: self._store.set(keys[self.rank], json.dumps(value)))
         # Every rank sets its key before it waits: none waits for a rank that waits for it.
         self._wait_for_keys(keys)
-        return [json.loads(said) for said in self._attempt(lambda: self._joined_store.multi_get(keys))]
-
-    @property
-    def _joined_store(self) -> Store:
-        assert self._store is not None, "join comes first"
-        return self._store
+        return [json.loads(found) for found in self._attempt(lambda: self._store.multi_get(keys))]
 
     @waits_for_ranks
     def _wait_for_keys(self, keys: list[str]) -> None:
-        store = self._joined_store
-        while not self._attempt(lambda: store.check(keys)):
+        while not self._attempt(lambda: self._store.check(keys)):
             if time.monotonic() >= self.until:
-                missing = [self.name_of(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                missing = [self.name_of(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise PeerLostError(f"{', '.join(missing)} did not come")
             try:
-                store.wait(keys, timedelta(seconds=min(_POLL_S, self.left_s)))
+                self._store.wait(keys, timedelta(seconds=min(_POLL_S, self.left_s)))
             except dist.DistStoreError:
                 continue  # not there yet
             except dist.DistNetworkError as error:
@@ -254,7 +248,7 @@ class SpanningGroup:
             raise PeerLostError("did not answer in time" if late else "is gone, or has stopped") from error
 
     def stop(self) -> None:
-        """End all waits in this group, on this rank and on all that wait for it; see the note. From any thread."""
+        """End all waits in this group, on this rank and on all that wait for it. From any thread."""
         self._stopped.set()
         cut(self._sockets)
         if self._device_backend is not None:

@@ -57,7 +57,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: 1-D, or 2-D (replicate, shard) for HSDP, over all ranks.
 
     Raises:
-        PlanError: See `shard_module`.
+        PlanError: On every rank, if a part is sharded already, or a group would mix dtypes.
     """
     shard_module(model, mesh)
 
@@ -90,7 +90,7 @@ def named_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return (FQN, buffer) of a module, persistent or not. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.named_buffers`, but always with clean FQNs, see `named_parameters`.
+    As FSDP1's `FullyShardedDataParallel.named_buffers`, but always with clean FQNs.
 
     Args:
         module: Any module.

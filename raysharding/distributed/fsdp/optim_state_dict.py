@@ -53,7 +53,7 @@ def full_optim_state_dict(
 
     Raises:
         ValueError: `group` has other ranks.
-        PlanError: On every rank: see `agreed_snapshot`.
+        PlanError: On every rank, if the optimizers of the ranks hold other param groups or state than rank 0's.
         RuntimeError: From the process group, when a rank is gone.
     """
     require_group(group)
@@ -131,9 +131,9 @@ def scatter_full_optim_state_dict(
 
     Args:
         full_optim_state_dict: On rank 0, keyed by FQN; ignored on the other ranks.
-        model: See `shard_full_optim_state_dict`.
-        optim_input: See `shard_full_optim_state_dict`.
-        optim: See `shard_full_optim_state_dict`.
+        model: The sharded root module, of any world size.
+        optim_input: Argument of the optimizer. Default: that of `optim`, else `model.parameters()`.
+        optim: The optimizer that will load it.
         group: The group of the model's mesh, or `None`.
 
     Returns:
@@ -223,7 +223,9 @@ class _Order:
         if optim is not None:
             self._groups = [list(group["params"]) for group in optim.param_groups]
         elif optim_input is not None:
-            self._groups = _groups_of(optim_input)
+            items: list[Any] = list(optim_input)
+            is_grouped = items and isinstance(items[0], Mapping)
+            self._groups = [list(group["params"]) for group in items] if is_grouped else [items]
         self.parameters = list(chain.from_iterable(self._groups)) if self._groups is not None else list(names)
         strangers = sum(parameter not in names for parameter in self.parameters)
         if strangers:
@@ -258,13 +260,6 @@ class _Order:
             sizes = [len(part["params"]) for part in found], [len(held) for held in self._groups]
             problems.append(f"param groups of {sizes[0]} parameters, the optimizer's of {sizes[1]}, or others in them")
         return found
-
-
-def _groups_of(optim_input: OptimInput) -> list[list[torch.Tensor]]:
-    items: list[Any] = list(optim_input)
-    if items and isinstance(items[0], Mapping):
-        return [list(group["params"]) for group in items]
-    return [items]
 
 
 def _misfit(problems: list[str]) -> PlanError | None:

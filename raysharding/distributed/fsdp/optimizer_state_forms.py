@@ -49,7 +49,7 @@ def optim_state_dict(
 
     Raises:
         ValueError: `group` has other ranks.
-        PlanError: On every rank: see `agreed_snapshot`.
+        PlanError: On every rank, if the optimizers of the ranks hold other param groups or state than rank 0's.
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
@@ -72,7 +72,7 @@ def sharded_optim_state_dict(
 
     Raises:
         ValueError: `group` has other ranks.
-        PlanError: On every rank: see `agreed_snapshot`.
+        PlanError: On every rank, if the optimizers of the ranks hold other param groups or state than rank 0's.
     """
     require_group(group)
     snapshot = agreed_snapshot(model, optim)

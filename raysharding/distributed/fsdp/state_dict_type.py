@@ -41,7 +41,7 @@ from raysharding.errors import PlanError
 from raysharding.models import clean_name
 from raysharding.torch_internals import ActivationWrapper, IncompatibleKeys
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+_CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
@@ -58,7 +58,7 @@ def state_dict_type(
     """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.state_dict_type`, but after an exception too, the previous form is restored.
-    Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
+    Inside, every rank calls `state_dict()` and `load_state_dict()`.
     """
     before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -108,17 +108,13 @@ def set_state_dict_type(
         PlanError: From `load_state_dict`, see above.
         RuntimeError: From `state_dict` and `load_state_dict` in the full form, inside `summon_full_params`.
     """
-    config_type, optim_config_type = _CONFIGS[state_dict_type]
-    config = config_type() if state_dict_config is None else state_dict_config
-    optim_config = optim_config_type() if optim_state_dict_config is None else optim_state_dict_config
-    for name, value, wanted in (
-        ("state_dict_config", config, config_type),
-        ("optim_state_dict_config", optim_config, optim_config_type),
-    ):
-        if type(value) is not wanted:
-            raise ValueError(f"{name}={value!r}: give a {wanted.__name__} with {state_dict_type}")
+    configs: list[Any] = []
+    for given, wanted in zip((state_dict_config, optim_state_dict_config), _CONFIGS[state_dict_type], strict=True):
+        if given is not None and type(given) is not wanted:
+            raise ValueError(f"{given!r}: give a {wanted.__name__} with {state_dict_type}")
+        configs.append(given or wanted())
     before = get_state_dict_type(module)
-    form = _Form(unwrapped(module), StateDictSettings(state_dict_type, config, optim_config))
+    form = _Form(unwrapped(module), StateDictSettings(state_dict_type, *configs))
     for _, submodule in named_submodules(module):
         _install(submodule, form)
     return before
@@ -163,6 +159,8 @@ class _Form:
         self._root = ref(root)  # a strong reference would keep the module alive in `_forms`
         self._hook: RemovableHandle | None = None
         self._is_gathering = self._is_loading = False
+        self._is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        self._on_cpu = bool(settings.state_dict_config.offload_to_cpu)
 
     def enter(self, module: nn.Module) -> None:
         """Replace `state_dict` and `load_state_dict` of one of the modules."""
@@ -182,14 +180,6 @@ class _Form:
         if module is self._root() and self._hook is not None:
             self._hook.remove()
 
-    @property
-    def _on_cpu(self) -> bool:
-        return bool(self.settings.state_dict_config.offload_to_cpu)
-
-    @property
-    def _is_full(self) -> bool:
-        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT
-
     # --- state_dict -------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, hidden: _Hidden, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -199,11 +189,7 @@ class _Form:
             part: dict[str, Any] = call(*args, **kwargs)
             return part  # of a larger state dict, which is converted as a whole
         # A forward may have left full parameters registered in the root's group, also in inner modules.
-        root = self._root() or module
-        if self._is_full:
-            reshard(root)
-        else:
-            show_shards(root)
+        (reshard if self._is_full else show_shards)(self._root() or module)
         self._is_gathering = True
         try:
             state_dict: dict[str, Any] = call(*args, **kwargs)

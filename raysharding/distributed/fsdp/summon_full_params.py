@@ -8,9 +8,9 @@ Note: why this module gathers the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from typing import cast
 
@@ -100,8 +100,7 @@ def summon_full_params(
     group = group_of(module)  # the body runs with the caller's current group
     with using_group(group):
         full_params = _enter(module, recurse, options)
-    users = fsdp_modules(module) if recurse else [module]
-    with refusing_use([user for user in users if isinstance(user, FSDPModule)]):
+    with refusing_use(fsdp_modules(module) if recurse else [module]):
         full_params.register()
         try:
             with loadable({owner for item in full_params.params if item.full is not None for owner, _ in item.places}):
@@ -134,46 +133,40 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     Raises:
         Exception: What `fn` raised; on the other ranks a RayshardingError that names the first such rank. `fn` is
             called on nothing further, and the changes until then are kept.
-        RuntimeError: See `summon_full_params`.
+        RuntimeError: In a forward, a backward or a `summon_full_params`; or `fn` changed the shape of a parameter.
     """
-    visit = _Visit(fn)
-    visit.walk(unwrapped(module))
-    if visit.met_fsdp:
-        agree(visit.error)  # collective: no rank goes on as if all were well
-    elif visit.error is not None:
-        raise visit.error
+    errors: list[Exception] = []
+    is_collective = bool(fsdp_modules(module))
+    _walk(unwrapped(module), fn, errors, set())
+    error = errors[0] if errors else None
+    if is_collective:
+        agree(error)  # collective: no rank goes on as if all were well
+    elif error is not None:
+        raise error
     return module
 
 
-@dataclass
-class _Visit:
-    fn: Callable[[nn.Module], object]
-    error: Exception | None = None
-    met_fsdp: bool = False
-    seen: set[nn.Module] = field(default_factory=set)
-
-    def walk(self, module: nn.Module) -> None:
-        if module in self.seen:
-            return
-        self.seen.add(module)
-        self.met_fsdp |= isinstance(module, FSDPModule)
-        is_leaving = False
-        try:
-            with summon_full_params(module, recurse=False):
-                for child in module.children():
-                    self.walk(child)
-                # A rank on which `fn` failed continues with the gathers of the other groups: the others would wait.
-                if self.error is None:
-                    try:
-                        self.fn(module)
-                    except Exception as error:  # noqa: BLE001 - raised at the end of the walk
-                        self.error = error
-                is_leaving = True
-        except RuntimeError as error:
-            # This rank's `fn` may have changed a shape; the other ranks continue.
-            if not is_leaving:
-                raise
-            self.error = self.error or error
+def _walk(module: nn.Module, fn: Callable[[nn.Module], object], errors: list[Exception], seen: set[nn.Module]) -> None:
+    if module in seen:
+        return
+    seen.add(module)
+    is_leaving = False
+    try:
+        with summon_full_params(module, recurse=False):
+            for child in module.children():
+                _walk(child, fn, errors, seen)
+            # A rank on which `fn` failed continues with the gathers of the other groups: the others would wait.
+            if not errors:
+                try:
+                    fn(module)
+                except Exception as error:  # noqa: BLE001 - raised at the end of the walk
+                    errors.append(error)
+            is_leaving = True
+    except RuntimeError as error:
+        # This rank's `fn` may have changed a shape; the other ranks continue.
+        if not is_leaving:
+            raise
+        errors.append(error)
 
 
 # --- what is registered ---------------------------------------------------------------------------------------------
@@ -211,13 +204,14 @@ class _Param:
         Raises:
             RuntimeError: The value cannot be written back.
         """
-        assert self.full is not None, "only where the full parameter was registered"
         now = [owner._parameters.get(leaf) for owner, leaf in self.places]
         new = next((item for item in now if item is not self.full), self.full)
-        if new is None or isinstance(new, DTensor) or new.shape != self.sharded.shape:
-            found = "it was removed" if new is None else f"it is a {type(new).__name__} of shape {tuple(new.shape)} now"
-            shape = tuple(self.sharded.shape)
-            raise RuntimeError(f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}")
+        shape = tuple(self.sharded.shape)
+        if new is None or isinstance(new, DTensor) or new.shape != shape:
+            found = None if new is None else tuple(new.shape)
+            raise RuntimeError(
+                f"{self.name}: {found} now; inside summon_full_params a parameter keeps its shape {shape}"
+            )
         return new
 
 
@@ -250,7 +244,7 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
     error: Exception | None = None
     params: list[_Param] = []
     memory: dict[str, torch.Tensor] = {}
-    grads: list[int] = []
+    grads: list[str] = []
     try:
         require_idle(fsdp_modules(module))  # before `reshard`, which forgets a forward that is not over
         reshard(module)
@@ -258,7 +252,7 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
         on_meta = [item.name for item in params if item.sharded.is_meta]
         if on_meta:
             raise ValueError(f"{on_meta[:3]} are on meta: load a checkpoint, or call materialize, first")
-        grads = [index for index, item in enumerate(params) if options.with_grads and item.sharded.grad is not None]
+        grads = [item.name for item in params if options.with_grads and item.sharded.grad is not None]
         memory = _allocate(params, options)
     except (RuntimeError, ValueError, MemoryError) as failure:
         error = failure
@@ -266,14 +260,15 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
         return _FullParams([], options, torch.device("cpu"))
     # Every rank learns here whether all can go on with the same: one that raised alone would leave the others in the
     # gather, and one that gathers something else would take other parameters' bytes for its own.
-    values = agree(error, [list(astuple(options)), _fingerprint(params), grads])
+    layouts = repr([tensor_layout(item.name, item.sharded) for item in params])
+    values = agree(error, [list(astuple(options)), sha256(layouts.encode()).hexdigest(), grads])
     if any(value[:2] != values[0][:2] for value in values):
         raise PlanError("the ranks gave summon_full_params different modules or options: all have to call it alike")
     full_params = _FullParams(params, options, message_device(module))
     full_params.gather(memory)
     if options.with_grads:
         reduce_replicated_gradients(module)
-        full_params.gather_grads(sorted({index for value in values for index in value[2]}))
+        full_params.gather_grads({name for value in values for name in value[2]})
     return full_params
 
 
@@ -282,12 +277,6 @@ def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Te
     if options.rank0_only and get_rank() != 0:
         return {}
     return full_memory({item.name: item.sharded for item in params}, on_cpu=options.offload_to_cpu)
-
-
-def _fingerprint(params: Sequence[_Param]) -> str:
-    """Return a digest that is equal on ranks with parts of the same parameters."""
-    text = repr([tensor_layout(item.name, item.sharded) for item in params])
-    return sha256(text.encode()).hexdigest()
 
 
 @dataclass
@@ -317,12 +306,11 @@ class _FullParams:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
                 item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
 
-    def gather_grads(self, present: Sequence[int]) -> None:
+    def gather_grads(self, present: Container[str]) -> None:
         """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
-        params = [self.params[index] for index in present]
-        tensors = _grads(params)
+        params = [item for item in self.params if item.name in present]
         memory = _allocate(params, self.options)
-        gather_into(memory, tensors, self.ranks, self.device)
+        gather_into(memory, _grads(params), self.ranks, self.device)
         for item in params:
             if item.full is not None:
                 item.full.grad = memory[item.name]
@@ -360,18 +348,14 @@ class _FullParams:
             if item.name in plain and not torch.equal(plain[item.name], item.sharded):
                 item.sharded.copy_(plain[item.name])
         if self.options.with_grads:
-            own = [
-                index for index, item in enumerate(self.params) if item.full is not None and item.full.grad is not None
-            ]
+            grads = {item.name: item.full.grad for item in self.params if item.full is not None}
+            own = {name: grad for name, grad in grads.items() if grad is not None}
             # Rank 0 says which gradients there are, or ranks would send what others do not expect.
-            present = set(broadcast_json(own))
-            for index, item in enumerate(self.params):
-                if index not in present:
+            present = set(broadcast_json(list(own)))
+            for item in self.params:
+                if item.name not in present:
                     item.sharded.grad = None
-            params = [self.params[index] for index in sorted(present)]
-            tensors = _grads(params)
-            full_grads = {item.name: item.full.grad for item in params if item.full is not None}
-            self._spread({name: grad for name, grad in full_grads.items() if grad is not None}, tensors)
+            self._spread(own, _grads([item for item in self.params if item.name in present]))
 
     def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy full values into local parts; collective under `rank0_only` and with replicas."""

@@ -47,7 +47,9 @@ def checkpoint_activations(
     """
     if sharding.activation_checkpointing is False:
         return
-    chosen = _outermost(_chosen(module, groups, sharding))
+    names = _chosen(module, groups, sharding)
+    # Nested checkpointing saves no more.
+    chosen = [name for name in names if not any(name.startswith(other + ".") for other in names)]
     if not chosen:
         _log.warning("activation_checkpointing: no module of %s is checkpointed", type(module).__name__)
     for name in chosen:
@@ -71,11 +73,6 @@ def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Shar
         names = ", ".join(sorted(set(classes.values())))
         raise PlanError(f"activation_checkpointing names {missing}, but no module has such a class; they have {names}")
     return [name for name, found in classes.items() if found in wanted]
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that no other name contains: nested checkpointing saves no more."""
-    return [name for name in names if not any(name.startswith(other + ".") for other in names)]
 
 
 class _Checkpointed:
@@ -129,17 +126,13 @@ class _UnchangedStatistics:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         norms = [inner for inner in self._module.modules() if isinstance(inner, NormBase) and inner.training]
-        self._kept = [
-            (norm, name, buffer) for norm in norms for name, buffer in norm._buffers.items() if buffer is not None
-        ]
-        for norm, name, buffer in self._kept:
-            norm._buffers[name] = buffer.clone()
+        self._kept = [(norm._buffers, dict(norm._buffers)) for norm in norms]
+        for buffers, kept in self._kept:
+            buffers.update({name: one.clone() for name, one in kept.items() if one is not None})
 
     def __exit__(self, *_: object) -> None:
-        for norm, name, buffer in self._kept:
-            norm._buffers[name] = buffer
-        self._kept = []
+        for buffers, kept in self._kept:
+            buffers.update(kept)

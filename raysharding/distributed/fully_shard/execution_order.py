@@ -131,18 +131,10 @@ def check_execution_order(module: nn.Module) -> None:
     if highest == -lowest:
         return
     every: list[list[int]] = all_gather_json(last)
-    raise PlanError(f"{_difference(order.labels, every, get_rank())}; {_CURE}")
-
-
-def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int) -> str:
-    """Return a text about the first place where this rank and another one differ."""
     text = "the ranks ran FSDP groups in different orders, so each went on with parts of other groups' parameters"
-    mine = every[rank]
-    other = next((index for index, order in enumerate(every) if list(order) != list(mine)), None)
-    if other is None:
-        return f"{text} (in a forward before the last)"
-    pairs = zip_longest(mine, every[other])
-    place, pair = next((place, pair) for place, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    names = ["nothing" if index is None else labels[index] for index in pair]
-    here, there = f"rank {rank_name(rank)} (this one) ran {names[0]}", f"rank {rank_name(other)} ran {names[1]}"
-    return f"{text}: as number {place}, {here} and {there}"
+    where = "in a forward before the last"
+    if (other := next((rank for rank, ran in enumerate(every) if ran != last), None)) is not None:
+        here, there = next(pair for pair in zip_longest(last, every[other]) if pair[0] != pair[1])
+        names = ["nothing" if index is None else order.labels[index] for index in (here, there)]
+        where = f"rank {rank_name(get_rank())} (this one) ran {names[0]} and rank {rank_name(other)} ran {names[1]}"
+    raise PlanError(f"{text}: {where}; {_CURE}")

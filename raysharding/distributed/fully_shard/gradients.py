@@ -14,12 +14,11 @@ Note: why the average is automatic.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -41,10 +40,13 @@ from raysharding.distributed.fully_shard.internals import (
     syncs_gradients,
 )
 from raysharding.distributed.fully_shard.module_group import over_ranks_of
-from raysharding.models import class_name, clean_name
+from raysharding.distributed.fully_shard.module_hooks import warn_once
+from raysharding.models import class_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
 from raysharding.units import split_by_bytes
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def keep_low_precision_grads(module: nn.Module) -> None:
@@ -142,11 +144,16 @@ def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield parameters of one device and dtype, of up to `MESSAGE_BYTES`; the same on every rank."""
-    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        buckets[parameter.device, parameter.dtype].append(parameter)
-    for bucket in buckets.values():
-        yield from split_by_bytes(bucket, lambda parameter: parameter.nbytes, MESSAGE_BYTES)
+    for alike in _alike(parameters):
+        yield from split_by_bytes(alike, lambda parameter: parameter.nbytes, MESSAGE_BYTES)
+
+
+def _alike(tensors: Iterable[T]) -> list[list[T]]:
+    """Group tensors by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[T]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return list(groups.values())
 
 
 def _average(parameters: list[nn.Parameter]) -> None:
@@ -198,7 +205,6 @@ class _Reduction:
         self._module = module
         # An aborted backward runs no callback; the next backward has another number, so there is nothing to reset.
         self._graph_task = -1
-        self._warned = False
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: register a hook on every output that a backward may start from."""
@@ -208,14 +214,11 @@ class _Reduction:
         for tensor in (*tensors, *bases_of(output, args)):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
-        if not tensors and output is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
+        if not tensors and output is not None:
+            warn_once(
                 f"no tensor is found in the output, a {type(output).__name__}: call "
                 "raysharding.distributed.reduce_replicated_gradients(module) after each backward, or return a dict, "
-                "tuple or dataclass",
-                UserWarning,
-                stacklevel=2,
+                "tuple or dataclass"
             )
 
     def _queue(self, grad: torch.Tensor) -> None:
@@ -288,16 +291,12 @@ def _require_root(module: nn.Module) -> None:
         RuntimeError: The module is not the root. Before the first forward FSDP2 has no root, and no gradients exist.
     """
     found = fsdp_modules(module, root_only=True)
-    cure = (
-        "the norm is that of all gradients: call clip_grad_norm_(root, ...) with the module that was sharded as a whole"
-    )
-    if not found and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise RuntimeError(f"this {class_name(module)} is in the FSDP group of a module around it; {cure}")
-    for inner in found:
-        root = outer_root(inner)
-        if root is not None:
-            name = next(name for name, submodule in root.named_modules() if submodule is inner)
-            raise RuntimeError(f"{clean_name(name)} is a part of a sharded {class_name(root)}; {cure}")
+    is_inside = not found and any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if is_inside or any(outer_root(part) is not None for part in found):
+        raise RuntimeError(
+            f"this {class_name(module)} is a part of a sharded module, and the norm is that of all gradients: call "
+            "clip_grad_norm_(root, ...) with the module that was sharded as a whole"
+        )
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
@@ -374,16 +373,11 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
     """Yield the norms of tensors, 1-D, in fp32 or wider, by one fused call per device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device, grad.dtype].append(grad)
-    for (_, dtype), group in groups.items():
-        yield torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32)))
+    for alike in _alike(grads):
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        yield torch.stack(torch._foreach_norm(alike, norm_type, dtype=dtype))
 
 
 def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    groups: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.device].append(grad)
-    for device, group in groups.items():
-        torch._foreach_mul_(group, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+    for alike in _alike(grads):
+        torch._foreach_mul_(alike, factor.to(alike[0].device) if isinstance(factor, torch.Tensor) else factor)

@@ -6,7 +6,7 @@ Also: what an FSDP module refuses while full parameters are registered in place 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -47,12 +47,11 @@ def parameter_groups(module: nn.Module) -> list[list[ShardedParameter]]:
 
 
 def _parameters_of(group: Any) -> list[ShardedParameter]:
-    is_registered = group.is_unsharded
     return [
         ShardedParameter(
             item.sharded_param,
             getattr(item, "_unsharded_param", None),
-            is_registered,
+            group.is_unsharded,
             getattr(item, "orig_dtype", None),
             getattr(item, "param_dtype", None),
         )
@@ -122,21 +121,15 @@ def roots_before_blocks(module: nn.Module) -> Iterator[None]:
         module: The root module.
     """
     roots: list[Any] = [module] if isinstance(module, FSDPModule) else list(fsdp_modules(module, root_only=True))
-    if all(map(has_run, roots)):
-        yield
-        return
-    root_of = {id(part): root for root in roots for part in fsdp_modules(root)}
+    root_of = {part: root for root in roots if not has_run(root) for part in fsdp_modules(root)}
 
-    def init(part: nn.Module, args: Any) -> None:
-        if id(part) in root_of:
-            root_of[id(part)]._get_fsdp_state()._lazy_init()
+    def init(part: Any, args: Any) -> None:
+        if part in root_of:
+            root_of[part]._get_fsdp_state()._lazy_init()
 
     # Global hooks run before hooks of a module, and so before FSDP2's.
-    handle = register_module_forward_pre_hook(init)
-    try:
+    with register_module_forward_pre_hook(init) if root_of else nullcontext():
         yield
-    finally:
-        handle.remove()
 
 
 def has_run(module: FSDPModule) -> bool:
@@ -231,22 +224,25 @@ _trained: WeakKeyDictionary[Any, list[bool]] = WeakKeyDictionary()
 """FSDP group → `requires_grad` of its parameters when its last forward began."""
 
 
-def follow_requires_grad(module: nn.Module) -> None:
-    """Make every forward of an FSDP group settle which of its parameters are trained. Not collective.
-
-    FSDP2 takes the dtypes of gradients from the parameters that are trained in the first forward: of a group that is
-    frozen then, it reduces gradients in the low dtype, and cannot assign them to shards of another dtype.
+def add_hooks(module: nn.Module) -> None:
+    """Make FSDP modules follow `requires_grad`, accumulate unevenly, and gather behind views. Not collective.
 
     Args:
         module: The root, after `fully_shard`.
     """
-    for part in fsdp_modules(module):
-        assert isinstance(part, nn.Module), "FSDP modules are modules"
+    parts: list[Any] = [*fsdp_modules(module)]
+    for part in parts:
         part.register_forward_pre_hook(_settle_trained)  # behind FSDP2's, which gathers
+        part.register_forward_hook(_hook_bases, with_kwargs=True)
+    for group in fsdp_groups(module):
+        group.post_backward = partial(_post_backward, group.fsdp_params, group.post_backward)
 
 
 def _settle_trained(module: nn.Module, args: Any) -> None:
     """Renew the dtypes that FSDP2 gives to gradients, if others are trained than before.
+
+    FSDP2 takes the dtypes of gradients from the parameters that are trained in the first forward: of a group that is
+    frozen then, it reduces gradients in the low dtype, and cannot assign them to shards of another dtype.
 
     Raises:
         PlanError: On every rank, if trained parameters of one group are stored in different dtypes.
@@ -287,21 +283,13 @@ def _requires_grad(group: Any) -> list[bool]:
     return found
 
 
-def accumulate_unevenly(module: nn.Module) -> None:
-    """Let parameters of a group get gradients in different passes of an accumulation. Not collective.
+def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None], *_: Any) -> None:
+    """Let parameters of a group get gradients in different passes of an accumulation.
 
     Where gradients are reduced in another dtype than they are computed in, FSDP2 asks a group that has not run yet for
     its full parameters, and refuses a gradient of the last pass alone beside one of an earlier pass. (Seen in torch
     2.13.)
-
-    Args:
-        module: The root, after `fully_shard`.
     """
-    for group in fsdp_groups(module):
-        group.post_backward = partial(_post_backward, group.fsdp_params, group.post_backward)
-
-
-def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None], *_: Any) -> None:
     if not all(hasattr(one, "_unsharded_param") for one in parameters):
         return  # it has not run yet
     if any(one.unsharded_accumulated_grad is not None for one in parameters):
@@ -311,21 +299,12 @@ def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None],
     post_backward()
 
 
-def gather_behind_views(module: nn.Module) -> None:
-    """Make outputs that are views safe to change in place; each rank alone, without a copy.
+def _hook_bases(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Make outputs that are views safe to change in place, without a copy.
 
     FSDP2 gathers parameters for a backward in a hook of each output. Autograd gives a view that is changed in place a
     new node, without the hook, above that of what it is a view of: so that one gets the hook, too.
-
-    Args:
-        module: The root, after `fully_shard`.
     """
-    for part in fsdp_modules(module):
-        assert isinstance(part, nn.Module), "FSDP modules are modules"
-        part.register_forward_hook(_hook_bases, with_kwargs=True)
-
-
-def _hook_bases(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     state = module._get_fsdp_state()
     if state._training_state.name == "PRE_BACKWARD":  # activation checkpointing computes the output again
         return
@@ -438,10 +417,8 @@ def reshard(module: nn.Module) -> None:
     for name, submodule in named_submodules(module):
         if isinstance(submodule, FSDPModule):
             if submodule in summoned:
-                raise RuntimeError(
-                    f"{name.rstrip('.') or 'the module'} is inside summon_full_params: leave that context before you "
-                    "gather, load, save or train"
-                )
+                what = f"{name.rstrip('.') or 'the module'} is inside summon_full_params"
+                raise RuntimeError(f"{what}: leave that context before you gather, load, save or train")
             _leave_forward(submodule)
             for group in own_groups(submodule):
                 if not group.is_sharded:
@@ -480,18 +457,17 @@ def require_idle(modules: Iterable[FSDPModule]) -> None:
 
 
 @contextmanager
-def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
+def refusing_use(modules: Sequence[Any]) -> Iterator[None]:
     """Make methods raise by which FSDP2 would gather, move or cast its own copies of parameters. Not collective.
 
     Forward, backward (of an earlier forward), `unshard` and `to` raise a RuntimeError: they would use the shards, and
     replace the full parameters.
 
     Args:
-        modules: Modules whose full parameters are registered, on this rank or another.
+        modules: FSDP modules whose full parameters are registered, on this rank or another.
     """
     with ExitStack() as stack:
         for module in modules:
-            assert isinstance(module, nn.Module), "FSDP modules are modules"
             summoned.add(module)
             stack.callback(summoned.discard, module)
             state = module._get_fsdp_state()
@@ -506,12 +482,10 @@ def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 def _replace(stack: ExitStack, holder: object, name: str, function: Callable[..., Any]) -> None:
     """Replace a method of one object until the stack closes."""
-    before = holder.__dict__.get(name)
-    holder.__dict__[name] = function
-    if before is None:
-        stack.callback(holder.__dict__.pop, name, None)
-    else:
-        stack.callback(holder.__dict__.__setitem__, name, before)
+    attributes = vars(holder)
+    stack.callback(attributes.update, {key: value for key, value in attributes.items() if key == name})
+    attributes[name] = function
+    stack.callback(attributes.pop, name)
 
 
 def _refuser(what: str, state: Any) -> Callable[..., NoReturn]:
@@ -533,18 +507,11 @@ def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
     Args:
         owners: Modules with registered full parameters.
     """
-    paused: list[tuple[Any, dict[int, Any]]] = []
-    for owner in owners:
-        hooks = owner._load_state_dict_post_hooks
-        own = {key: hook for key, hook in hooks.items() if is_fsdp_hook(hook)}
-        for key in own:
-            del hooks[key]
-        paused.append((hooks, own))
-    try:
+    with ExitStack() as stack:
+        for hooks in [owner._load_state_dict_post_hooks for owner in owners]:
+            for key in [key for key, hook in hooks.items() if is_fsdp_hook(hook)]:
+                stack.callback(hooks.__setitem__, key, hooks.pop(key))
         yield
-    finally:
-        for hooks, own in paused:
-            hooks.update(own)
 
 
 def is_not_gathered(error: BaseException) -> bool:

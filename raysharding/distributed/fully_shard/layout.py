@@ -135,11 +135,6 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the tensor inside a DTensor by one of the same shape; mesh and placements stay."""
-    tensor._local_tensor = local
-
-
 def with_layout(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> DTensor:
     """Return a DTensor of a shard, of any dtype, with mesh, placements, shape and strides of another. Not collective.
 
@@ -196,11 +191,7 @@ class ShardMap:
     @property
     def shard_index(self) -> int:
         """Index of this process's shard."""
-        return self.index_of(self.rank)
-
-    def index_of(self, rank: int) -> int:
-        """Return the index of the shard of rank `rank`."""
-        return next(index for index, ranks in enumerate(self.holders) if rank in ranks)
+        return next(index for index, ranks in enumerate(self.holders) if self.rank in ranks)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> ShardMap:

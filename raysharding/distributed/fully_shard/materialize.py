@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,14 +24,7 @@ from torch.overrides import TorchFunctionMode
 from raysharding.config import Sharding
 from raysharding.distributed.comm import agreeing, all_gather_json, current_group, get_rank, is_accelerator
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
-from raysharding.distributed.fully_shard.layout import (
-    inner_tensor,
-    module_tensors,
-    named_submodules,
-    set_inner_tensor,
-    tensor_layout,
-    with_layout,
-)
+from raysharding.distributed.fully_shard.layout import inner_tensor, module_tensors, named_submodules, with_layout
 from raysharding.errors import PlanError
 
 _Slot = tuple[dict[str, Any], str, torch.Tensor]
@@ -57,7 +51,6 @@ class FirstValues:
         self._is_receiver = self._syncs and get_rank() != 0
         # Tensors that no group takes may be shared between modules of several groups, and are few.
         self._done: dict[torch.Tensor, torch.Tensor] = {}
-        self._sent: set[torch.Tensor] = set()
         if self._syncs:
             _check_alike(module, has_rule=self._fn is not None)
 
@@ -80,7 +73,7 @@ class FirstValues:
         with agreeing() if self._syncs else nullcontext():
             self._initialise(submodules, kept)
         if self._syncs:
-            self._broadcast(submodules, kept)
+            self._broadcast(submodules)
 
     def _initialise(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
         real = dict(self._done)
@@ -155,14 +148,9 @@ class FirstValues:
             problems=names,
         ) from cause
 
-    def _broadcast(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
-        kept_now = {self._done.get(parameter, parameter) for parameter in kept}
-        sent: set[torch.Tensor] = set()
-        for _, _, tensor in _tensors(submodules):
-            if tensor in sent or tensor in self._sent or not tensor.numel():
-                continue
-            # What no group takes may be met again. What is cut must not be held on to.
-            (self._sent if tensor in kept_now or not isinstance(tensor, nn.Parameter) else sent).add(tensor)
+    def _broadcast(self, submodules: Sequence[nn.Module]) -> None:
+        tensors = [tensor for _, _, tensor in _tensors(submodules) if tensor.numel()]
+        for tensor in dict.fromkeys(tensors):
             staged = tensor.detach().to(self._device).contiguous()
             # All ranks hold the same tensors in the same order (`_check_alike`), so each one meets its own.
             dist.broadcast(staged.reshape(-1).view(torch.uint8), group=current_group(), group_src=0)
@@ -258,11 +246,10 @@ def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
     # Ranks with other tensors would wait in broadcasts that have no partner.
     every = all_gather_json({"tensors": mine, "on_meta": on_meta, "has_rule": has_rule})
     for rank, other in enumerate(every):
-        if other["tensors"] != every[0]["tensors"]:
-            pairs = zip(other["tensors"], every[0]["tensors"], strict=False)
-            found = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            what = f"has {found[0]} where rank 0 has {found[1]}" if found else "has more or fewer tensors than rank 0"
-            raise PlanError(f"sync_module_states: rank {rank} {what}; build the same module on every rank")
+        for own, first in zip_longest(other["tensors"], every[0]["tensors"]):
+            if own != first:
+                what = f"rank {rank} has {own} where rank 0 has {first}"
+                raise PlanError(f"sync_module_states: {what}; build the same module on every rank")
     if every[0]["on_meta"] is not None and not every[0]["has_rule"]:
         raise PlanError(
             f"sync_module_states: {every[0]['on_meta']} is on meta on rank 0, which has nothing to send: build the "
@@ -313,27 +300,10 @@ def materialize(
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
         tell_fsdp(module)
-        _cut_padding(replaced)
     except (RuntimeError, MemoryError):
         undo()
         raise
     return undo
-
-
-def _cut_padding(replaced: Iterable[_Slot]) -> None:
-    """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
-
-    FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
-    first touch of all memory twice; shown one that is long already it keeps it.
-    """
-    for tensors, name, before in replaced:
-        if isinstance(before, DTensor):
-            length = len(inner_tensor(before))
-            local = inner_tensor(tensors[name])
-            if len(local) > length:
-                with torch.no_grad():
-                    local[length:].zero_()  # travels in all-gathers: it need not be a NaN
-                set_inner_tensor(tensors[name], local.narrow(0, 0, length))
 
 
 def _filled_like(
@@ -343,14 +313,10 @@ def _filled_like(
     pins: bool = False,
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
-    shape = tuple(inner_tensor(tensor).shape)
-    if num_shards := tensor_layout("", tensor).num_shards:
-        # FSDP2 wants the length of the longest shard on any rank.
-        shape = (-(-tensor.shape[0] // num_shards), *shape[1:])
     value = (memory or {}).get(tensor)
     if value is None:
         # empty_like of meta takes 50 times as long.
-        value = torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=pins)
+        value = torch.empty(inner_tensor(tensor).shape, dtype=tensor.dtype, device=device, pin_memory=pins)
     if isinstance(tensor, DTensor):
         value = with_layout(value, tensor, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):

@@ -63,7 +63,7 @@ def over_ranks_of(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function run with the group of an argument as the current group.
 
     Args:
-        names: Parameters of the function, see `group_of`.
+        names: Parameters of the function, modules or mappings of tensors; the first one with a mesh decides.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import device_module, is_accelerator
+from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard.execution_order import last_execution_order
 from raysharding.tree import leaves, map_leaves
 
@@ -44,7 +44,7 @@ def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], shardin
 
     Args:
         module: The root, before activations are checkpointed: what is computed again is compiled, too.
-        groups: What `wrap_groups` chose.
+        groups: Result of `wrap_groups`.
         sharding: Its `compile` is read.
     """
     if sharding.compile is False:
@@ -64,9 +64,9 @@ def leave_hooks_out(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
     After a graph break dynamo compiles every function that runs, and fails in a hook when a weak reference dies.
 
     Args:
-        module: See `compile_blocks`; with all hooks.
-        groups: See `compile_blocks`.
-        sharding: See `compile_blocks`.
+        module: The root, with all hooks.
+        groups: Result of `wrap_groups`.
+        sharding: Its `compile` is read.
     """
     blocks = [module.get_submodule(name) for names in groups for name in names] if sharding.compile is not False else []
     inner = {one for block in blocks for one in block.modules() if one is not block}
@@ -86,38 +86,21 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
 
     Returns:
         `tree` itself if nothing had to move, else a tree of the same types. On an accelerator, strided tensors of the
-        host come by way of page-locked memory, on a stream for copies: neither the host nor the copy waits for what the
-        current stream holds, such as the step before.
+        host come by way of page-locked memory: the host does not wait for what the current stream holds, such as the
+        step before.
     """
 
     def moved(_: str, leaf: Any) -> Any:
-        if not _is_elsewhere(leaf, device):
+        values = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if not isinstance(values, torch.Tensor) or isinstance(values, DTensor) or values.device == device:
             return leaf
-        is_strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-        if not (is_accelerator(device) and is_strided and leaf.device.type == "cpu"):
-            return leaf.to(device, non_blocking=True)
-        with device_module(device).stream(copies := _copy_stream(device)):
+        is_plain = values is leaf and leaf.layout == torch.strided and leaf.device.type == "cpu"
+        if is_accelerator(device) and is_plain and not leaf.is_pinned():
             # `pin_memory` keeps strides, and cannot fill what overlaps itself, such as expanded positions.
-            pinned = leaf if leaf.is_pinned() else torch.empty_like(leaf, pin_memory=True).copy_(leaf)
-            copy = pinned.to(device, non_blocking=True)
-        current = device_module(device).current_stream(device)
-        current.wait_stream(copies)
-        copy.record_stream(current)  # its memory is of the other stream, which would give it out again too soon
-        return copy
+            leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+        return leaf.to(device, non_blocking=True)
 
     return map_leaves(moved, tree, leaf=PackedSequence)
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.Stream:
-    stream: torch.Stream = device_module(device).Stream(device)
-    return stream
-
-
-def _is_elsewhere(leaf: Any, device: torch.device) -> bool:
-    if isinstance(leaf, PackedSequence):
-        return leaf.data.device != device
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device != device
 
 
 def move_inputs_before_forward(module: nn.Module, device: torch.device) -> None:
@@ -159,19 +142,16 @@ def cast_inputs_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
         dtype: The dtype that the group computes in.
     """
 
-    def cast(_: str, leaf: Any) -> Any:
-        return leaf.to(dtype) if _is_floating(leaf) else leaf
-
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         others = {key: value for key, value in kwargs.items() if key not in _UNCAST}
-        chosen = [leaf for _, leaf in leaves([kwargs.get(key) for key in _UNCAST]) if _is_floating(leaf)]
-        is_cast = all(leaf.dtype == dtype for _, leaf in leaves((args, others)) if _is_floating(leaf))
+        chosen = _floating([kwargs.get(key) for key in _UNCAST])
+        is_cast = all(leaf.dtype == dtype for leaf in _floating((args, others)))
         if is_cast and not any(hasattr(leaf, "_follows_inputs") for leaf in chosen):
             return args, kwargs
         for leaf in chosen:
             # The model made it for hidden states in a wider dtype, and gives it to the later blocks, too.
             leaf._follows_inputs = True
-        return map_leaves(cast, args), map_leaves(cast, kwargs)
+        return _cast(args, dtype), _cast(kwargs, dtype)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
@@ -184,45 +164,30 @@ def keep_full_precision(module: nn.Module) -> None:
     Args:
         module: After `fully_shard` with a policy that keeps the stored dtype.
     """
-    casts = _Casts()
+    outside: list[torch.dtype] = []  # the inputs' own, of the last forward
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Of the parameters, or of the running statistics; fp32 where there are neither.
+        stored = _floating([*module._parameters.values(), *module._buffers.values()])
+        inside = stored[0].dtype if stored else torch.float32
+        outside[:] = [leaf.dtype for leaf in _floating((args, kwargs)) if leaf.dtype != inside]
+        return _cast(args, inside), _cast(kwargs, inside)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, outside[-1]) if outside else output
+
     # Behind FSDP2's hooks: after the parameters are gathered, and before they are freed.
-    module.register_forward_pre_hook(casts.before, with_kwargs=True)
-    module.register_forward_hook(casts.after)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
 
 
-class _Casts:
-    def __init__(self) -> None:
-        self._outside: torch.dtype | None = None
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inside = _stored_dtype(module)
-        self._outside = None
-
-        def cast(_: str, leaf: Any) -> Any:
-            if not _is_floating(leaf) or leaf.dtype == inside:
-                return leaf
-            self._outside = leaf.dtype
-            return leaf.to(inside)
-
-        return map_leaves(cast, args), map_leaves(cast, kwargs)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        outside = self._outside
-        if outside is None:
-            return output
-        return map_leaves(lambda _, leaf: leaf.to(outside) if _is_floating(leaf) else leaf, output)
+def _floating(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _stored_dtype(module: nn.Module) -> torch.dtype:
-    """dtype of the parameters, or of the running statistics; fp32 for a module that holds neither."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and tensor.is_floating_point():
-            return tensor.dtype
-    return torch.float32
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a tree."""
+    return map_leaves(lambda _, leaf: leaf.to(dtype) if _floating(leaf) else leaf, tree)
 
 
 def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:

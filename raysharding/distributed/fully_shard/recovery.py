@@ -19,8 +19,8 @@ from raysharding.distributed.fully_shard.internals import (
 from raysharding.distributed.fully_shard.layout import compute_device
 
 
-def recover(module: nn.Module) -> None:
-    """Reset a module after an aborted forward or backward. Every rank calls this after the same exception.
+def reset(module: nn.Module) -> None:
+    """Reset a module after a call failed as a whole: no rank continues it. Not collective.
 
     After an exception inside backward FSDP2 is silently wrong: later gradients are not reduced. `reset_iteration`
     repairs that. Gradients must be dropped before it (they would count as accumulated) and after it (it may finish a
@@ -40,15 +40,6 @@ def recover(module: nn.Module) -> None:
     device = compute_device(module)
     if is_accelerator(device):
         device_module(device).synchronize(device)  # raises if the device is unusable
-
-
-def reset(module: nn.Module) -> None:
-    """Call `recover` after a call failed as a whole: no rank continues it. Not collective.
-
-    Args:
-        module: The root module.
-    """
-    recover(module)
     # Ranks may have failed at different places: their records are irrelevant to the next forward.
     forget_execution_order(module)
 

@@ -36,7 +36,6 @@ from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
 _PART = 1 << 20
-_MISSING = ["missing"]
 
 _hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 """Hooks of roots that have not been compared."""
@@ -86,52 +85,36 @@ def require_same_parameters(module: nn.Module) -> None:
     )
 
 
-def _described(module: nn.Module) -> dict[str, list[str]]:
+def _described(module: nn.Module) -> dict[str, str]:
     """Return FQN → handling of a parameter on this rank, for parameters that involve other ranks.
 
     States whether the parameter is sharded, and all that determines its message and the size of that.
     """
     plain = {id(parameter) for parameter in plain_parameters(module)}
     averaged = {id(parameter) for parameter in replicated_parameters(module)}
-    groups = _groups(module)
+    groups: dict[int, str] = {}
+    for name, submodule in named_submodules(module):
+        for item in chain.from_iterable(parameter_groups(submodule)):
+            for parameter in (item.shard, item.full):
+                groups.setdefault(id(parameter), f"sharded in the FSDP group of {name.rstrip('.') or 'the root'}")
     return {
-        name: [
-            "whole" if id(tensor) in plain else "sharded",
-            f"of shape {list(tensor.shape)}",
-            str(tensor.dtype),
-            "trained" if tensor.requires_grad else "frozen",
-            groups.get(id(tensor), ""),
-        ]
+        name: f"{groups.get(id(tensor), 'whole')}, {'trained' if tensor.requires_grad else 'frozen'}, {tensor.dtype}, "
+        f"of shape {list(tensor.shape)}"
         for name, tensor in module_tensors(module).items()
         if isinstance(tensor, nn.Parameter) and (id(tensor) not in plain or id(tensor) in averaged)
     }
 
 
-def _groups(module: nn.Module) -> dict[int, str]:
-    """Return id of a parameter, sharded or gathered → its FSDP group."""
-    found: dict[int, str] = {}
-    for name, submodule in named_submodules(module):
-        for item in chain.from_iterable(parameter_groups(submodule)):
-            for parameter in (item.shard, item.full):
-                found.setdefault(id(parameter), f"in the FSDP group of {name.rstrip('.') or 'the root'}")
-    return found
-
-
-def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
-    """Return a line for each module that only some ranks shard, and each parameter that differs otherwise."""
-    lines: dict[str, None] = {}
-    for name in dict.fromkeys(name for found in every for name in found):
-        held = [found.get(name, _MISSING) for found in every]
-        has_one_kind = len({kind for kind, *_ in held}) == 1
+def _differences(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a line for each parameter that ranks handle differently."""
+    lines = []
+    for name in dict.fromkeys(chain.from_iterable(every)):
         ranks: dict[str, list[str]] = defaultdict(list)
-        for rank, parts in enumerate(held):
-            differing = [part for part, *others in zip(parts, *held, strict=False) if set(others) != {part}]
-            ranks[", ".join(differing) if has_one_kind else parts[0]].append(rank_name(rank))
+        for rank, described in enumerate(every):
+            ranks[described.get(name, "missing")].append(rank_name(rank))
         if len(ranks) > 1:
-            what = name if has_one_kind else name.rpartition(".")[0] or "the root"
-            texts = [f"{text} on ranks [{', '.join(some)}]" for text, some in ranks.items()]
-            lines[f"{what}: " + ", ".join(texts)] = None
-    return list(lines)
+            lines.append(f"{name}: " + "; ".join(f"on ranks [{', '.join(some)}] {how}" for how, some in ranks.items()))
+    return lines
 
 
 @over_ranks_of("module")

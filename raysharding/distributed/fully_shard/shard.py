@@ -36,15 +36,7 @@ from raysharding.distributed.comm import is_accelerator, mesh_group, using_group
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
-from raysharding.distributed.fully_shard.internals import (
-    accumulate_unevenly,
-    follow_requires_grad,
-    gather_behind_views,
-    kept_whole,
-    offloaded,
-    reshard,
-    summoned,
-)
+from raysharding.distributed.fully_shard.internals import add_hooks, kept_whole, offloaded, reshard, summoned
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_group import note_mesh
@@ -91,7 +83,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     Args:
         module: The root module or a `DistModule`, on meta or real; a real module is moved to the device of the mesh.
         mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
-        sharding: See `Sharding`.
+        sharding: Options. Default: `Sharding()`.
 
     Returns:
         The same module. Wire: none; with `sync_module_states` the module once to each rank.
@@ -167,10 +159,10 @@ def _shard_groups(
                 cast_inputs_before_forward(member, dtype)
         options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
-    _move(kept, device)
-    follow_requires_grad(module)
-    accumulate_unevenly(module)
-    gather_behind_views(module)
+    for parameter in kept:
+        if parameter.device != device and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    add_hooks(module)
     if low_dtype(sharding) is not None:
         _keep_full_precision(module)
     if sharding.keep_low_precision_grads:
@@ -209,13 +201,6 @@ def _keep_full_precision(module: nn.Module) -> None:
             isinstance(submodule, FSDPModule) or not any(isinstance(item, DTensor) for item in submodule.parameters())
         ):
             keep_full_precision(submodule)
-
-
-def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that fully_shard ignores to the device of the others."""
-    for parameter in parameters:
-        if parameter.device != device and not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
 
 
 def show_shards(module: nn.Module) -> None:

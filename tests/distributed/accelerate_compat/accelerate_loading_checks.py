@@ -40,9 +40,8 @@ from raysharding.distributed import (
 from raysharding.distributed.fully_shard.internals import is_offloaded
 from raysharding.errors import CheckpointError, PlanError
 from tests.distributed.accelerate_compat.accelerate_checks import full
-from tests.distributed.fully_shard.sharding_checks import on_meta, require_equal
 from tests.distributed.loading.load_checks import full_state
-from tests.distributed.models import Odd, filled, saved
+from tests.distributed.models import Odd, filled, on_meta, require_equal, saved
 from tests.spawn import device_type, part_of_ranks
 
 

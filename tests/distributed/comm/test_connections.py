@@ -6,13 +6,13 @@ import os
 import socket
 
 import psutil
-import pytest
 import torch
 import torch.distributed as dist
 
 from raysharding.config import Sharding
 from raysharding.distributed.comm.device_mesh import init_mesh
-from tests.spawn import device_type, run_ranks
+from tests.distributed.checks import on_ranks
+from tests.spawn import device_type
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -30,21 +30,14 @@ def gets_in(end: tuple[str, int]) -> bool:
     return True
 
 
-def meet() -> tuple[bool, int, list[tuple[str, int]]]:
-    """On every rank: a mesh of two axes; what it sums up, where that made the rank listen, and who gets in there."""
+@on_ranks(4)
+def test_a_mesh_lets_nobody_in_when_its_ranks_have_met() -> None:
     before = listening(os.getpid())
     mesh = init_mesh(device_type(), Sharding(replicate_size=2))
     new = listening(os.getpid()) - before
     dist.barrier()
-    open_to_all = [end for end in new if gets_in(end)]
+    assert new
+    assert not [end for end in new if gets_in(end)]
     total = torch.ones(1)
     dist.all_reduce(total, group=mesh.get_group("replicate"))
-    return total.item() == 2.0, len(new), open_to_all
-
-
-@pytest.mark.timeout(60)
-def test_a_mesh_lets_nobody_in_when_its_ranks_have_met() -> None:
-    for is_right, num_listeners, open_to_all in run_ranks(2, meet):
-        assert is_right
-        assert num_listeners
-        assert not open_to_all
+    assert total.item() == 2.0

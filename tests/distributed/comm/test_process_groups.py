@@ -41,8 +41,9 @@ from raysharding.distributed import (
 )
 from raysharding.distributed.comm import current_group
 from raysharding.errors import PlanError
-from tests.grid import needs_sim
-from tests.spawn import device_type, run_ranks
+from tests.distributed.checks import on_ranks
+from tests.distributed.models import gathered as full
+from tests.spawn import device_type
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -59,10 +60,6 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 def own_rows(group: dist.ProcessGroup) -> torch.Tensor:
     return ROWS.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-
-
-def full(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for part in gather_state_dict(module) for name, value in part.items()}
 
 
 def trained(seed: int, num_steps: int) -> dict[str, torch.Tensor]:
@@ -120,7 +117,8 @@ def use_everything(mesh: DeviceMesh, group: dist.ProcessGroup, seed: int, folder
     torch.testing.assert_close(full(third.module), model(seed).state_dict() if first else {}, rtol=0, atol=0)
 
 
-def side_by_side(root: Path) -> None:
+@on_ranks(4)
+def test_side_by_side(root: Path) -> None:
     """Two models, on ranks 0 and 1 and on 2 and 3, at the same time; nobody waits for the other half."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = dist.get_rank() // 2
@@ -129,13 +127,15 @@ def side_by_side(root: Path) -> None:
         use_everything(mesh, halves[half], 1 + half, root / f"{half}-{number}")
 
 
-def axis_of_a_mesh(root: Path) -> None:
+@on_ranks(4)
+def test_axis_of_a_mesh(root: Path) -> None:
     """Data parallel along one axis of a user's mesh, whose other axis is another parallelism's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["dp"]
     use_everything(mesh, mesh.get_group(), 3, root / f"axis-{mesh.mesh.tolist()[0]}")
 
 
-def hsdp(root: Path) -> None:
+@on_ranks(5)
+def test_replicas(root: Path) -> None:
     """Replicas on ranks 1 to 4 of 5: cut from one group, and from FSDP1's pair of groups; rank 0 has no part."""
     group = dist.new_group([1, 2, 3, 4])
     pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((1, 2), (3, 4), (1, 3), (2, 4))}
@@ -164,7 +164,8 @@ def hsdp(root: Path) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def overlapping(root: Path) -> None:
+@on_ranks(3)
+def test_overlapping_groups(root: Path) -> None:
     """Rank 1 has a part in a model on ranks 0 and 1, and in another one on ranks 1 and 2."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for index, group in enumerate(groups):
@@ -181,7 +182,8 @@ def overlapping(root: Path) -> None:
             torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
 
 
-def outside(root: Path) -> None:
+@on_ranks(3)
+def test_a_rank_outside(root: Path) -> None:
     """A rank that is not in the group hears it at once; the others' errors name it and the file's rank."""
     group = dist.new_group([1, 2])
     mesh = DeviceMesh("cpu", torch.tensor([1, 2]))
@@ -201,7 +203,8 @@ def outside(root: Path) -> None:
         full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
 
 
-def accelerates(root: Path) -> None:
+@on_ranks(3)
+def test_accelerates_functions(root: Path) -> None:
     """accelerate's functions on the accelerator's mesh, and a merge by the group alone."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
@@ -222,7 +225,8 @@ def accelerates(root: Path) -> None:
     torch.testing.assert_close(load_file(root / "merged" / "model.safetensors"), dict(model(8).state_dict()))
 
 
-def out_of_order(root: Path) -> None:
+@on_ranks(4)
+def test_ranks_out_of_order() -> None:
     """torch sorts the ranks of a mesh's groups, and would shard by other numbers than those of the mesh."""
     for ranks in ([1, 0, 2, 3], [[2, 3], [0, 1]], [[1, 0], [3, 2]]):
         names = ("replicate", "shard")[-len(torch.tensor(ranks).shape) :]
@@ -230,7 +234,8 @@ def out_of_order(root: Path) -> None:
             shard_module(model(0), DeviceMesh("cpu", ranks, mesh_dim_names=names))
 
 
-def several_meshes(root: Path) -> None:
+@on_ranks(4)
+def test_several_meshes() -> None:
     """A module inside keeps its mesh when the root gets one, and a root keeps it when another one is refused."""
     half = init_mesh("cpu", group=[dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2])
     whole, module = init_mesh("cpu"), model(0)
@@ -247,7 +252,8 @@ def several_meshes(root: Path) -> None:
         assert clip_grad_norm_(other, None).item() > 0
 
 
-def within_a_group(root: Path) -> None:
+@on_ranks(3)
+def test_within_a_group() -> None:
     """`using_group` gives its ranks to what has no mesh: `init_mesh`, a model that is prepared, a plain module."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
@@ -269,18 +275,8 @@ def within_a_group(root: Path) -> None:
         clip_grad_norm_(module, max_nrm=1.0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fn"),
-    [
-        *((3, accelerates), (4, side_by_side), (4, axis_of_a_mesh), (5, hsdp), (3, overlapping), (3, outside)),
-        *((4, out_of_order), (4, several_meshes), (3, within_a_group)),
-    ],
-)
-def test_on_a_part_of_the_ranks(world_size: int, fn: Any, tmp_path: Path) -> None:
-    run_ranks(world_size, fn, tmp_path)
-
-
-def replicas_on_devices() -> None:
+@on_ranks(sim=(3,))
+def test_replicas_on_devices() -> None:
     """The groups of an HSDP mesh are no splits of the default group: NCCL splits in a call of all its ranks."""
     group, world, made = dist.new_group([1, 2]), dist.group.WORLD, []
     assert world is not None
@@ -301,11 +297,6 @@ def replicas_on_devices() -> None:
         loss(module(rows)).backward()
         assert clip_grad_norm_(module, None).item() > 0
     assert world.bound_device_id is not None, "it is bound again"
-
-
-@needs_sim
-def test_replicas_on_devices() -> None:
-    run_ranks(3, replicas_on_devices, device="sim")
 
 
 COLLECTIVES = re.compile(

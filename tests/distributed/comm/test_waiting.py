@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from raysharding.distributed.comm import (
     waits_for_others,
 )
 from raysharding.distributed.comm.device import current_device
+from tests.distributed.checks import on_ranks
 from tests.grid import needs_sim
 from tests.spawn import device_type, run_ranks
 
@@ -40,17 +42,28 @@ def total() -> None:
 
 
 WAITS: tuple[Callable[[], Any], ...] = (
-    lambda: all_gather_ints([1]),
-    lambda: all_gather_json("x"),
-    lambda: broadcast_json("x", source=1),
+    partial(all_gather_ints, [1]),
+    partial(all_gather_json, "x"),
+    partial(broadcast_json, "x", source=1),
     total,
 )
-LATE_S = 1.0
+LATE_S = 0.5
 
 
-def is_seen_to_wait() -> None:
+@on_ranks(2)
+def test_a_rank_that_waits_is_seen_to() -> None:
+    is_seen_to_wait((*WAITS, wait_for_work))
+
+
+@pytest.mark.timeout(60)
+@needs_sim
+def test_a_rank_that_waits_without_gloo_is_seen_to() -> None:
+    run_ranks(2, is_seen_to_wait, WAITS, device="sim", gloo=False)
+
+
+def is_seen_to_wait(waits: Sequence[Callable[[], Any]]) -> None:
     """Rank 1 comes late to each; a thread looks at what rank 0 does meanwhile."""
-    for number, wait in enumerate((*WAITS, *([wait_for_work] if device_type() == "cpu" else []))):
+    for number, wait in enumerate(waits):
         wait()  # ranks connect in the first
         if dist.get_rank() == 1:
             time.sleep(LATE_S)
@@ -72,8 +85,3 @@ def look(waiting: int, seen: list[bool]) -> None:
     while time.monotonic() < until:
         seen.append(waits_for_others(sys._current_frames()[waiting]))
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("device", "gloo"), [("cpu", True), pytest.param("sim", False, marks=needs_sim)])
-def test_a_rank_that_waits_is_seen_to(device: str, gloo: bool) -> None:
-    run_ranks(2, is_seen_to_wait, device=device, gloo=gloo)

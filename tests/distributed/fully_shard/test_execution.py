@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from raysharding.config import Sharding
 from raysharding.distributed.comm import init_mesh, rank_name
 from raysharding.distributed.fully_shard.execution_order import check_execution_order
-from raysharding.distributed.fully_shard.recovery import recover
+from raysharding.distributed.fully_shard.internals import reset_iteration
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.errors import PlanError
-from tests.spawn import device_type, run_ranks
+from tests.distributed.checks import on_ranks
+from tests.spawn import device_type
 
 
 class Experts(nn.Module):
@@ -49,7 +50,8 @@ def recorded(wrap: str) -> Any:
     return shard_module(Experts(), init_mesh(device_type(), sharding), sharding)
 
 
-def run_mixed_experts() -> None:
+@on_ranks(3)
+def test_ranks_that_ran_other_groups_all_raise() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = recorded("auto")
     rows = torch.ones(2, 8) * (1 if rank == 0 else -1)
@@ -75,7 +77,8 @@ def run_mixed_experts() -> None:
     assert world_size == 3
 
 
-def run_equal_orders() -> None:
+@on_ranks(3)
+def test_equal_orders_pass() -> None:
     module = recorded("auto")
     same = torch.ones(2, 8) * torch.tensor([[1.0], [-1.0]])
     # Forwards that activation checkpointing runs again inside backward do not count.
@@ -88,25 +91,16 @@ def run_equal_orders() -> None:
     module.fails = True
     with torch.no_grad(), pytest.raises(ValueError, match="after the experts"):
         module(same[dist.get_rank() % 2 :][:1])
-    recover(module)
+    module.reshard()
+    reset_iteration(module)
     module.fails = False
     module(same)
     check_execution_order(module)
 
 
-def run_without_groups() -> None:
+@on_ranks(3)
+def test_a_module_without_groups_is_not_checked() -> None:
     module = recorded("none")
     module(torch.ones(2, 8) * (1 if dist.get_rank() == 0 else -1))
     check_execution_order(module)
     check_execution_order(nn.Linear(2, 2))
-
-
-def run_all() -> None:
-    run_mixed_experts()
-    run_equal_orders()
-    run_without_groups()
-
-
-@pytest.mark.timeout(60)
-def test_execution_order() -> None:
-    run_ranks(3, run_all, timeout_s=50)

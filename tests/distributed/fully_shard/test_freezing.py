@@ -18,9 +18,8 @@ from raysharding.batch import RankBatch, Split, deal
 from raysharding.distributed.optim.factories import make_optimizer
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import PlanError
-from tests.distributed.fully_shard.sharding_models import build, full, gradients, meshes, mine, rows, sharded
-from tests.grid import world_sizes
-from tests.spawn import run_ranks
+from tests.distributed.checks import on_ranks
+from tests.distributed.fully_shard.sharding_models import build, full, gradients, mine, rows, sharded
 
 NUM_ROWS = 12
 SGD = partial(torch.optim.SGD, lr=0.2)
@@ -115,7 +114,8 @@ def equals_fresh_ones(model: Model, patterns: list[str], dtype: torch.dtype, num
             module(**{key: value for key, value in batch.kwargs.items() if key != "target"})
 
 
-def others_in_another_dtype() -> None:
+@on_ranks(2, full=(3, 4))
+def test_others_in_another_dtype() -> None:
     """Adapters in fp32 on a base in bf16: either may be trained, but one FSDP group has one dtype of gradients."""
     fields: dict[str, Any] = {"wrap": ["Adapted"], "mixed_precision": "bf16"}
     make = partial(adapted, torch.bfloat16)
@@ -139,7 +139,8 @@ def others_in_another_dtype() -> None:
     assert not torch.equal(found["0.base.weight"], before["0.base.weight"])
 
 
-def set_while_full_parameters_are_registered() -> None:
+@on_ranks(2, full=(3, 4))
+def test_requires_grad_set_while_full_parameters_are_registered() -> None:
     """By names, on the full parameters, or by the shards that a list holds: the later one counts."""
     module, batch = sharded(build(adapted), wrap="none"), mine(rows(NUM_ROWS, 6))
     shards = list(module.parameters())
@@ -153,27 +154,17 @@ def set_while_full_parameters_are_registered() -> None:
         assert all(parameter.requires_grad == is_trained for parameter in shards), (of_shards, is_trained)
 
 
-def run_all() -> None:
+@on_ranks(2, full=(3, 4))
+def test_freezing_and_thawing(replicate_size: int) -> None:
     low = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    for replicate_size in meshes():
-        fields: dict[str, Any] = {"replicate_size": replicate_size}
-        for model, patterns in SCHEDULES:
-            fields |= {"wrap": "auto" if model is LLAMA else ["Adapted"], "mixed_precision": "bf16"}
-            equals_fresh_ones(model, patterns, torch.float32, 1, **fields)
-        for precision, dtype in (
-            (low, torch.float32),
-            (MixedPrecisionPolicy(reduce_dtype=torch.float32), torch.bfloat16),
-        ):
-            fields |= {"wrap": ["Adapted"], "mixed_precision": precision}
-            equals_fresh_ones(ADAPTED, ["^2", ""], dtype, 2, **fields)
-    others_in_another_dtype()
-    set_while_full_parameters_are_registered()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(4,)))
-def test_freezing_and_thawing(world_size: int) -> None:
-    run_ranks(world_size, run_all, timeout_s=110)
+    fields: dict[str, Any] = {"replicate_size": replicate_size}
+    for model, patterns in SCHEDULES:
+        fields |= {"wrap": "auto" if model is LLAMA else ["Adapted"], "mixed_precision": "bf16"}
+        equals_fresh_ones(model, patterns, torch.float32, 1, **fields)
+    reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for precision, dtype in ((low, torch.float32), (reduced, torch.bfloat16)):
+        fields |= {"wrap": ["Adapted"], "mixed_precision": precision}
+        equals_fresh_ones(ADAPTED, ["^2", ""], dtype, 2, **fields)
 
 
 def test_an_optimizer_without_the_thawed_parameters() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
-from raysharding.batch import Split, deal
+from raysharding.batch import RankBatch, Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed import (
@@ -29,15 +30,14 @@ from raysharding.distributed import (
     train_step,
 )
 from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type, summon_full_params
-from raysharding.models import build_module, full_precision_groups, wrap_groups
+from raysharding.models import build_module, full_precision_groups, wrap, wrap_groups
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import full
-from tests.grid import world_sizes
 from tests.models.architectures import ARCHITECTURES
 from tests.models.tiny import tiny_models
 from tests.models.tiny_batches import tiny_batches
-from tests.spawn import device_type, part_of_ranks, run_ranks
+from tests.spawn import device_type, part_of_ranks
 
-pytestmark = pytest.mark.timeout(120)
 NUM_ROWS = 6
 WHOLE = {"blocks.0.sinks", "blocks.1.sinks", "gate.scale", "tables.0"}
 
@@ -94,8 +94,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05)
 
 
-def sharded() -> Any:
-    return shard_module(Model(), init_mesh(device_type()), Sharding(wrap=["Block"]))
+def sharded(group: Any = None) -> Any:
+    return shard_module(Model(), init_mesh(device_type(), group=group), Sharding(wrap=["Block"]))
+
+
+def batch_of(group: Any = None) -> RankBatch:
+    return deal((Split(rows()),), {}, dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def require_same(module: nn.Module, twin: nn.Module) -> None:
@@ -103,17 +107,19 @@ def require_same(module: nn.Module, twin: nn.Module) -> None:
     expected = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         assert parameter.dtype == expected[name].dtype, name
-        assert torch.allclose(full(parameter), expected[name], rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(full(parameter), full(expected[name]), rtol=1e-5, atol=1e-6), name
 
 
-def equals_one_process(root: Path) -> None:
+@pytest.mark.all_ranks
+@on_ranks(3)
+def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
+    """They train as in one process, are in every form of state once, and load on another number of ranks."""
     module, twin = sharded(), Model()
     whole = {name for name, one in module.named_parameters() if not isinstance(one, DTensor)}
     assert whole == WHOLE
     optimizer, other = adamw(module), adamw(twin)
-    batch = deal((Split(rows()),), {}, dist.get_world_size())[dist.get_rank()]
     for _ in range(3):
-        found = train_step(module, optimizer, batch, loss=square, max_grad_norm=0.5)
+        found = train_step(module, optimizer, batch_of(), loss=square, max_grad_norm=0.5)
         other.zero_grad()
         loss = square(twin(rows()))
         loss.backward()
@@ -125,56 +131,36 @@ def equals_one_process(root: Path) -> None:
         values = [torch.empty_like(twin.get_parameter(name)) for _ in range(dist.get_world_size())]
         dist.all_gather(values, module.get_parameter(name).detach())
         assert all(torch.equal(value, values[0]) for value in values), name
-    states_hold_them(module, optimizer, root)
-    save_checkpoint(module, root / str(dist.get_world_size()), optimizer=optimizer)
-    changes_of_rank_0_reach_all(module)
-
-
-def states_hold_them(module: Any, optimizer: torch.optim.Optimizer, root: Path) -> None:
-    """Once, in full: in the optimizer's full state and in torch's sharded checkpoint, merged."""
     state = full_optim_state_dict(module, optimizer)
-    folder = root / f"dcp-{dist.get_world_size()}"
     with state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
-        save({"model": module.state_dict()}, checkpoint_id=folder)
-    merge_fsdp_weights(folder, folder)
+        save({"model": module.state_dict()}, checkpoint_id=root / "kept")
+    merge_fsdp_weights(root / "kept", root / "kept")
     if dist.get_rank() == 0:
-        with safe_open(folder / "model.safetensors", "pt") as merged:
+        with safe_open(root / "kept" / "model.safetensors", "pt") as merged:
             for name in WHOLE:
                 value = module.get_parameter(name)
                 assert state["state"][name]["exp_avg"].shape == value.shape
                 assert torch.equal(merged.get_tensor(name), value), name
-
-
-def changes_of_rank_0_reach_all(module: Any) -> None:
-    before = {name: module.get_parameter(name).detach().clone() for name in WHOLE}
+    save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        again = sharded(pair)
+        other = adamw(again)
+        load_checkpoint(again, open_checkpoint(root / "kept-saved"))
+        load_optimizer_state(again, other, root / "kept-saved")
+        train_step(again, other, batch_of(pair), loss=square)
+    train_step(module, optimizer, batch_of(), loss=square)
+    held = {name: full(parameter) for name, parameter in module.named_parameters()}
+    if dist.get_rank() < 2:
+        loaded = {name: full(parameter) for name, parameter in again.named_parameters()}
+        torch.testing.assert_close(loaded, held, rtol=1e-5, atol=1e-6)
     with summon_full_params(module, rank0_only=True, writeback=True):
         if dist.get_rank() == 0:
             with torch.no_grad():
                 for name in WHOLE:
                     module.get_parameter(name).mul_(2)
     for name in WHOLE:
-        assert torch.equal(module.get_parameter(name), before[name] * 2), name
-
-
-def loads_what_others_saved(root: Path, saved_by: int) -> None:
-    """Weights and moments, sharded or whole, from another number of ranks; and continues as they would."""
-    module, twin = sharded(), sharded()
-    batch = deal((Split(rows()),), {}, dist.get_world_size())[dist.get_rank()]
-    optimizer, other = adamw(module), adamw(twin)
-    for _ in range(3):
-        train_step(twin, other, batch, loss=square, max_grad_norm=0.5)
-    load_checkpoint(module, open_checkpoint(root / str(saved_by)))
-    load_optimizer_state(module, optimizer, root / str(saved_by))
-    for each, its in ((module, optimizer), (twin, other)):
-        train_step(each, its, batch, loss=square)
-    for name, parameter in twin.named_parameters():
-        assert torch.allclose(full(module.get_parameter(name)), full(parameter), rtol=1e-5, atol=1e-6), name
-
-
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, full=(2,)))
-def test_small_parameters_of_another_dtype_stay_whole(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, equals_one_process, tmp_path)
-    run_ranks(2, loads_what_others_saved, tmp_path, world_size)
+        assert torch.equal(module.get_parameter(name), held[name] * 2), name
 
 
 def bf16_equals_one_process(name: str, path: Path) -> None:
@@ -199,11 +185,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
-    reshard(module)
-    expected = dict(twin.named_parameters())
-    for fqn, parameter in module.named_parameters():
-        assert parameter.dtype == expected[fqn].dtype, fqn
-        assert torch.allclose(full(parameter), expected[fqn], rtol=1e-5, atol=1e-6), fqn
+    require_same(module, twin)
     save_checkpoint(module, path / "ours")
     if dist.get_rank() == 0 and part_of_ranks() is None:  # transformers writes on global rank 0 alone
         twin.save_pretrained(path / "theirs")
@@ -230,14 +212,18 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_models_that_keep_parameters_in_float32_train_in_bf16(name: str, tmp_path: Path) -> None:
-    model = next(iter(tiny_models(name)))
-    if hasattr(model.config, "conv_dim"):
-        model.config.conv_dim = [8] * len(model.config.conv_dim)  # a CPU takes a minute for those of 512 channels
-        model = type(model)(model.config)
-    model.save_pretrained(tmp_path)
-    run_ranks(2, bf16_equals_one_process, name, tmp_path)
+@on_ranks(2)
+def test_models_that_keep_parameters_in_float32_train_in_bf16(root: Path) -> None:
+    for name in KINDS:
+        if dist.get_rank() == 0:
+            model = next(iter(tiny_models(name)))
+            if hasattr(model.config, "conv_dim"):
+                # A CPU takes a minute for those of 512 channels.
+                model.config.conv_dim = [8] * len(model.config.conv_dim)
+                model = type(model)(model.config)
+            model.save_pretrained(root / name)
+        dist.barrier()
+        bf16_equals_one_process(name, root / name)
 
 
 def experts_of(model: nn.Module, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -256,9 +242,6 @@ def experts_of(model: nn.Module, ids: torch.Tensor) -> tuple[list[torch.Tensor],
 def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    from raysharding.models import wrap
-
-    wrap.MAX_WHOLE_BYTES = max_whole_bytes
     sharding, opened = Sharding(mixed_precision="bf16"), open_checkpoint(path)
     module: Any = build_module(None, opened, None)
     groups = wrap_groups(module, sharding)
@@ -277,15 +260,19 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     assert {grad.dtype for grad in grads} == {torch.float32}
 
 
-@pytest.mark.parametrize("max_whole_bytes", [1 << 20, 0], ids=["whole", "groups"])
-def test_mixed_precision_keeps_what_transformers_keeps_in_float32(max_whole_bytes: int, tmp_path: Path) -> None:
-    model = next(iter(tiny_models("Ernie4_5_MoeForCausalLM")))
-    with torch.no_grad():
+@on_ranks(2)
+def test_mixed_precision_keeps_what_transformers_keeps_in_float32(root: Path) -> None:
+    """Parameters that stay whole, or are groups of their own."""
+    if dist.get_rank() == 0:
+        model = next(iter(tiny_models("Ernie4_5_MoeForCausalLM")))
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
-                parameter.normal_(std=0.3)
-    model.save_pretrained(tmp_path)
-    run_ranks(2, routes_as_one_process, tmp_path, max_whole_bytes)
+                nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(root / "ernie")
+    dist.barrier()
+    for max_whole_bytes in (1 << 20, 0):
+        with mock.patch.object(wrap, "MAX_WHOLE_BYTES", max_whole_bytes):
+            routes_as_one_process(root / "ernie", max_whole_bytes)
 
 
 class Tower(nn.Module):
@@ -302,15 +289,15 @@ class Tower(nn.Module):
         return out
 
 
-def refuses_to_train_in_float16() -> None:
-    batch = deal((Split(rows()),), {}, 1)[0]
+@on_ranks(2)
+def test_training_in_float16_is_refused() -> None:
 
     def step(module: Any, **fields: Any) -> dict[str, float]:
         shard_module(module, init_mesh(device_type()), Sharding(**fields))
         optimizer = adamw(module)
         with torch.no_grad():
             module(rows())  # inference is allowed
-        return train_step(module, optimizer, batch, loss=square)
+        return train_step(module, optimizer, batch_of(), loss=square)
 
     half, frozen, apart = nn.Sequential(nn.Linear(5, 1).half()), Tower(), Tower()
     for one in (frozen, apart):
@@ -323,11 +310,8 @@ def refuses_to_train_in_float16() -> None:
     step(apart, wrap=["Linear"])  # no gradient goes through it
 
 
-def test_training_in_float16_is_refused() -> None:
-    run_ranks(1, refuses_to_train_in_float16)
-
-
-def mixes_wide_hidden_states() -> None:
+@on_ranks(2)
+def test_mixed_precision_takes_hidden_states_in_float32() -> None:
     """Hidden states that are float32 between the blocks: a Llama's cosines follow them."""
     ids = torch.arange(10).view(2, 5)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -338,7 +322,3 @@ def mixes_wide_hidden_states() -> None:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         assert loss.item() == pytest.approx(expected, rel=0.02)
-
-
-def test_mixed_precision_takes_hidden_states_in_float32() -> None:
-    run_ranks(1, mixes_wide_hidden_states)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from raysharding.distributed import using_group
+from raysharding.config import Sharding
+from raysharding.distributed import init_mesh, shard_module, using_group
+from raysharding.distributed.comm import all_gather_json
 from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.layout import (
     TensorLayout,
@@ -25,9 +27,9 @@ from raysharding.distributed.fully_shard.layout import (
     shard_index_of,
 )
 from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
-from tests.distributed.fully_shard.sharding_models import meshes, sharded
+from tests.distributed.checks import on_ranks
 from tests.distributed.models import Odd
-from tests.spawn import part_of_ranks, run_ranks
+from tests.spawn import part_of_ranks
 
 
 def odd_tree() -> nn.Module:
@@ -110,39 +112,43 @@ def test_a_module_computes_where_its_mesh_is_not_where_its_shards_lie() -> None:
     assert compute_device(odd_tree()).type == "cpu"
 
 
-def fingerprints() -> tuple[set[str], set[str]]:
-    """Fingerprints of equal models, sharded in every way, and those after one element has changed."""
-    equal, changed = set(), set()
-    torch.manual_seed(0)
-    model = Odd()
-    for replicate_size in meshes(all_of_them=True):
-        module = sharded(model, replicate_size=replicate_size, wrap=["Linear"])
-        equal.add(weights_fingerprint(module))
+@pytest.mark.all_ranks
+@on_ranks(4)
+def test_weights_have_one_fingerprint_whatever_the_number_of_ranks() -> None:
+    """Equal models have one, sharded in every way; after one element of any tensor has changed they have another."""
+    groups = [dist.new_group(list(range(size))) for size in (1, 3)]
+    meshes = [init_mesh("cpu", group=group) for group in groups if dist.get_rank(group) >= 0]
+    meshes += [init_mesh("cpu"), init_mesh("cpu", Sharding(replicate_size=2))]
+    every = []
+    for mesh in meshes:
+        torch.manual_seed(0)
+        module = shard_module(Odd(), mesh, Sharding(wrap=["Linear"]))
+        first = weights_fingerprint(module)
         with torch.no_grad():
             module.eval()(torch.arange(8).reshape(4, 2))
-        equal.add(weights_fingerprint(module))  # full parameters of the root are registered
+        assert weights_fingerprint(module) == first  # full parameters of the root are registered
         reshard(module)
-        tensors = module_tensors(module)
-        for name, tensor in tensors.items():
-            if name == "positions":  # not saved
-                continue
+        changed = []
+        for tensor in [tensor for name, tensor in module_tensors(module).items() if name != "positions"]:  # not saved
             local = local_tensor(tensor).reshape(-1)
             is_held = local.numel() and (not isinstance(tensor, DTensor) or shard_index_of(tensor) == 0)
             kept = local[:1].clone()
             if is_held:
                 local[:1] = kept.logical_not()
-            changed.add(weights_fingerprint(module))
+            changed.append(weights_fingerprint(module))
             if is_held:
                 local[:1] = kept
-        equal.add(weights_fingerprint(module))
-        assert len(changed) == sum(one.numel() > 0 for one in tensors.values()) - 1
-    return equal, changed
+        assert weights_fingerprint(module) == first
+        every.append([first, *changed])
+        assert len(set(every[-1])) == len(every[-1])
+    assert every == every[:1] * len(every)
+    assert all(found == every[0] for found in all_gather_json(every[0])), "on any rank"
 
 
-def pairs() -> list[bool]:
-    """True for each pair of weights whose fingerprints differ."""
+@on_ranks(1)
+def test_weights_that_differ_have_other_fingerprints() -> None:
+    """By their places and signs, too; what a forward may write into a buffer that is not saved does not count."""
     square = torch.arange(9.0).reshape(3, 3)
-    found = []
     for one, other in (
         (torch.zeros(768), torch.ones(768)),
         (torch.full((4,), 0.5), torch.full((4,), 0.25)),
@@ -151,25 +157,11 @@ def pairs() -> list[bool]:
         (square, square[[1, 0, 2]]),
         (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([2.0, 1.0], dtype=torch.bfloat16)),
     ):
-        prints = []
-        for value in (one, other):
+        found = []
+        for value in (one, one.clone(), other):
             module = nn.Module()
             module.weight = nn.Parameter(value)
             module.register_buffer("scratch", torch.rand(3), persistent=False)
             with using_group(part_of_ranks()):
-                prints += [weights_fingerprint(module), weights_fingerprint(copy.deepcopy(module))]
-        found.append(prints[0] == prints[1] != prints[2] == prints[3])
-    return found
-
-
-def test_weights_that_differ_have_other_fingerprints() -> None:
-    """By their places and signs, too; what a forward may write into a buffer that is not saved does not count."""
-    (found,) = run_ranks(1, pairs)
-    assert found == [True] * 6
-
-
-def test_weights_have_one_fingerprint_whatever_the_number_of_ranks() -> None:
-    found = [one for world_size in (1, 3, 4) for one in run_ranks(world_size, fingerprints)]
-    (equal,), changed = found[0]
-    assert found == [({equal}, changed)] * 8
-    assert equal not in changed
+                found.append(weights_fingerprint(module))
+        assert found[0] == found[1] != found[2], (one, other)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raysharding.batch import RankBatch, Split
 from raysharding.distributed.fully_shard.module_hooks import move_inputs, move_inputs_before_forward
 from raysharding.distributed.training.step import train_step
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import build, fsdp1, rows, sharded
 from tests.distributed.training.training_cases import Scaled, token_mean
-from tests.spawn import run_ranks
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "left right")
@@ -54,25 +54,19 @@ def found(tree: Any) -> torch.Tensor:
     return tree
 
 
-@pytest.mark.parametrize("name", containers())
-def test_every_container_moves(name: str) -> None:
-    tree = containers()[name]
-    moved = move_inputs(tree, META)
-    assert type(moved) is type(tree)
-    assert found(moved).device == META
-    assert found(tree).device.type == "cpu", "the caller's own stays"
-    assert move_inputs(tree, torch.device("cpu")) is tree, "nothing is made anew where nothing moves"
-
-
-def test_other_parts_of_a_container_stay() -> None:
+def test_every_container_moves() -> None:
+    for name, tree in containers().items():
+        moved = move_inputs(tree, META)
+        assert type(moved) is type(tree), name
+        assert found(moved).device == META, name
+        assert found(tree).device.type == "cpu", "the caller's own stays"
+        assert move_inputs(tree, torch.device("cpu")) is tree, "nothing is made anew where nothing moves"
     assert move_inputs(Pair(rows(2), "right"), META).right == "right"
     assert move_inputs(Record(rows(2)), META).note == "kept"
-    packed = move_inputs(pack_sequence([rows(2)]), META)
-    assert packed.batch_sizes.device.type == "cpu", "torch wants them there"
-    transformers = pytest.importorskip("transformers")
-    encoding = transformers.BatchEncoding({"input_ids": rows(2), "length": 2})
+    assert move_inputs(pack_sequence([rows(2)]), META).batch_sizes.device.type == "cpu", "torch wants them there"
+    encoding = pytest.importorskip("transformers").BatchEncoding({"input_ids": rows(2), "length": 2})
     moved = move_inputs(encoding, META)
-    assert type(moved) is transformers.BatchEncoding
+    assert type(moved) is type(encoding)
     assert (moved["input_ids"].device, moved["length"]) == (META, 2)
 
 
@@ -96,15 +90,11 @@ def test_hook_moves_arguments_and_keywords() -> None:
     assert module.devices == [META, META]
 
 
-def run_containers() -> None:
+@on_ranks(2)
+def test_fsdp1_takes_the_same() -> None:
     module, oracle = sharded(build(Taker), wrap="none"), fsdp1(build(Taker), wrap=())
     for name, tree in containers().items():
         assert torch.equal(module(tree, second=tree), oracle(tree, second=tree)), name
-
-
-@pytest.mark.timeout(60)
-def test_fsdp1_takes_the_same() -> None:
-    run_ranks(2, run_containers, timeout_s=50)
 
 
 class Moves(TorchDispatchMode):
@@ -119,7 +109,8 @@ class Moves(TorchDispatchMode):
         return result
 
 
-def run_labels() -> None:
+@on_ranks(1)
+def test_labels_that_the_loss_function_alone_takes_move_with_the_batch() -> None:
     module = Scaled().to(META)  # stands for a GPU
     batch = RankBatch(
         (), {"tokens": Split(torch.ones(2, 3, dtype=torch.long)), "labels": Split(torch.ones(2, 4))}, 2, (2,)
@@ -128,7 +119,3 @@ def run_labels() -> None:
     with Moves(), pytest.raises((RuntimeError, ValueError)):  # type: ignore[no-untyped-call]
         train_step(module, torch.optim.SGD(module.parameters(), lr=0.1), batch, loss=token_mean)
     assert Moves.shapes >= {(2, 3), (2, 4)}
-
-
-def test_labels_that_the_loss_function_alone_takes_move_with_the_batch() -> None:
-    run_ranks(1, run_labels)

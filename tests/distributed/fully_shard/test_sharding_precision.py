@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from raysharding.config import Sharding
 from raysharding.distributed import clip_grad_norm_
 from raysharding.models import wrap_groups
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
     Net,
     assert_same,
@@ -20,13 +21,10 @@ from tests.distributed.fully_shard.sharding_models import (
     fsdp1,
     fsdp1_gradients,
     gradients,
-    meshes,
     mine,
     rows,
     sharded,
 )
-from tests.grid import world_sizes
-from tests.spawn import run_ranks
 
 
 class Layer(nn.Module):
@@ -80,7 +78,8 @@ def watch(module: nn.Module) -> dict[str, list[torch.dtype]]:
     return seen
 
 
-def equals_fsdp1(replicate_size: int) -> None:
+@on_ranks(2, full=(1, 4))
+def test_batch_norm_as_fsdp1(replicate_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     theirs = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     batch = rows(24, 8)
@@ -104,7 +103,8 @@ def equals_fsdp1(replicate_size: int) -> None:
             assert torch.allclose(buffer.float(), clean[name].float(), rtol=1e-3, atol=1e-4), name
 
 
-def checkpointing_counts_statistics_once() -> None:
+@on_ranks(2, full=(1, 4))
+def test_checkpointing_counts_statistics_once() -> None:
     """The second forward of an activation checkpoint leaves the running statistics alone; nested groups or not."""
     batch = mine(rows(24, 8))
     for precision in (None, "bf16"):
@@ -118,7 +118,8 @@ def checkpointing_counts_statistics_once() -> None:
         assert_same(gradients(module), gradients(twin), rtol=0, atol=0)
 
 
-def keeps_low_precision_gradients(replicate_size: int) -> None:
+@on_ranks(2, full=(1, 4))
+def test_low_precision_gradients_are_kept(replicate_size: int) -> None:
     """As FSDP1's `keep_low_precision_grads`, from backward to backward; a load on the way changes nothing."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     theirs = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
@@ -150,27 +151,13 @@ def require_low_precision_gradients(module: nn.Module) -> None:
     assert all(grad.dtype == (torch.bfloat16 if grad.ndim else torch.float32) for grad in found.values())
 
 
-def stored_in_low_precision() -> None:
+@on_ranks(2)
+def test_batch_norm_stored_in_low_precision() -> None:
     """Full precision is what the module is stored in."""
     module = sharded(build(Normed).to(torch.bfloat16), wrap=["Layer"], mixed_precision="fp16")
     seen = watch(module)
     module(mine(rows(24, 8))).float().square().mean().backward()
     assert seen["last"] == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16]
-
-
-def run_all() -> None:
-    for replicate_size in meshes():
-        equals_fsdp1(replicate_size)
-        keeps_low_precision_gradients(replicate_size)
-    checkpointing_counts_statistics_once()
-    if dist.get_world_size() > 1:
-        stored_in_low_precision()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(1, 2, full=(4,)))
-def test_batch_norm_keeps_its_precision(world_size: int) -> None:
-    run_ranks(world_size, run_all, timeout_s=110)
 
 
 def test_batch_norms_are_groups_only_under_mixed_precision() -> None:

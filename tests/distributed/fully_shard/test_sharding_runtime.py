@@ -24,20 +24,19 @@ from raysharding.distributed.fully_shard.layout import named_submodules
 from raysharding.distributed.optim.factories import make_optimizer
 from raysharding.distributed.training.step import Accumulation, optim_step, zero_grad
 from raysharding.errors import PlanError
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
     Block,
     assert_same,
     build,
     full,
     gradients,
-    meshes,
     mine,
     rows,
     sharded,
 )
 from tests.distributed.training.training_cases import CASES, VOCAB, llama
-from tests.grid import device_grid
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
 
 
 class Dropped(Block):
@@ -94,7 +93,8 @@ def step(module: Any, batch: torch.Tensor) -> int:
     return sum(sizes)
 
 
-def saves_memory(replicate_size: int) -> None:
+@on_ranks(2, 4, sim=(2,))
+def test_checkpointing_saves_memory(replicate_size: int) -> None:
     batch = mine(rows(240))
     plain = sharded(build(Deep), wrap=["Dropped"], replicate_size=replicate_size)
     names = list(plain.state_dict())
@@ -111,7 +111,8 @@ def saves_memory(replicate_size: int) -> None:
     assert step(one, batch) == full_bytes
 
 
-def offloads_inputs() -> None:
+@on_ranks(2, sim=(2,))
+def test_offloads_inputs() -> None:
     """What goes to host memory is the input of each block, and nothing else."""
     batch = mine(rows(240))
     sizes: list[int] = []
@@ -137,7 +138,8 @@ def offloads_inputs() -> None:
     assert_same(gradients(module), gradients(plain), rtol=0, atol=0)
 
 
-def backward_may_run_twice() -> None:
+@on_ranks(2, sim=(2,))
+def test_backward_may_run_twice() -> None:
     module, plain = (
         sharded(build(Deep), wrap=["Dropped"], activation_checkpointing=choice, reshard_after_forward=False)
         for choice in (True, False)
@@ -150,7 +152,8 @@ def backward_may_run_twice() -> None:
     assert_same(gradients(module), gradients(plain), rtol=0, atol=0)
 
 
-def trains_transformers() -> None:
+@on_ranks(2, sim=(2,))
+def test_checkpointing_trains_transformers() -> None:
     """Llama makes a key-value cache in every forward, into which a second forward of a layer would write again."""
     case = CASES["llama"]
     metrics = []
@@ -171,7 +174,8 @@ def trains_transformers() -> None:
         assert one == pytest.approx(other, rel=1e-6)
 
 
-def refuses_unknown_classes() -> None:
+@on_ranks(2)
+def test_unknown_classes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"names \['Layer'\], but no module has such a class; they have Deep|Dropped"):
         sharded(build(Deep), activation_checkpointing=["Layer"], wrap="none")
 
@@ -214,14 +218,11 @@ def trace(module: Any, batch: torch.Tensor) -> tuple[str, str]:
     return " ".join(events[:split]), " ".join(events[split:])
 
 
-def prefetches() -> None:
+@on_ranks(2, sim=(2,))
+def test_prefetching() -> None:
     batch = mine(rows(24))
     expected = gradients_of(sharded(build(Deep), wrap=["Dropped"]), batch)
-    forwards = {
-        False: "g0 f0 g1 f1 g2 f2",
-        True: "g0 g1 f0 g2 f1 f2",
-        2: "g0 g1 g2 f0 f1 f2",
-    }
+    forwards = {False: "g0 f0 g1 f1 g2 f2", True: "g0 g1 f0 g2 f1 f2", 2: "g0 g1 g2 f0 f1 f2"}
     before = "g2 g1 b2 g0 b1 b0"
     backwards: dict[Any, str] = {
         "backward_pre": before,
@@ -248,7 +249,8 @@ def prefetches() -> None:
         sharded(build(Deep), wrap=["Dropped"], backward_prefetch=BackwardPrefetch.BACKWARD_POST)
 
 
-def keeps_what_backward_begins_with() -> None:
+@on_ranks(2, sim=(2,))
+def test_keeps_what_backward_begins_with() -> None:
     """Under transformers' plan, and counted: a step gathers final norm and head once."""
     ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)))
     for reshard, kept, gathers in ((None, {"model.norm"}, 1), (True, set(), 2)):
@@ -271,7 +273,8 @@ def keeps_what_backward_begins_with() -> None:
         assert not any(group.is_unsharded for group in fsdp_groups(module))
 
 
-def a_forward_in_part_leaves_nothing_behind() -> None:
+@on_ranks(2, sim=(2,))
+def test_a_forward_in_part_leaves_nothing_behind() -> None:
     """The final norm runs without the head, which is in its group: FSDP2 waits for that one, until it is told."""
     ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0))).to(device_type())
     losses = []
@@ -300,26 +303,6 @@ def a_forward_in_part_leaves_nothing_behind() -> None:
 def gradients_of(module: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     module.eval()(batch).square().mean().backward()
     return {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}
-
-
-def run_all() -> None:
-    for replicate_size in meshes():
-        saves_memory(replicate_size)
-    if dist.get_world_size() == 2:
-        offloads_inputs()
-        backward_may_run_twice()
-        refuses_unknown_classes()
-        trains_transformers()
-        keeps_what_backward_begins_with()
-        a_forward_in_part_leaves_nothing_behind()
-        prefetches()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("device", "world_size"), device_grid(2, 4, full=()))
-def test_forward_and_backward(device: str, world_size: int) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(world_size, run_all, timeout_s=110, device=device)
 
 
 def test_offload_alone_is_refused() -> None:

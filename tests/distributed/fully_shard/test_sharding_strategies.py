@@ -14,18 +14,12 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    gather_state_dict,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-)
+from raysharding.distributed import clip_grad_norm_, init_mesh, load_checkpoint, save_checkpoint, shard_module
 from raysharding.distributed.footprint import gathered_bytes
 from raysharding.distributed.fully_shard.internals import fsdp_groups
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.models import build_module, wrap_groups
+from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
     Block,
     assert_same,
@@ -36,10 +30,9 @@ from tests.distributed.fully_shard.sharding_models import (
     mine,
     rows,
 )
-from tests.distributed.models import Odd, filled, saved
+from tests.distributed.models import Odd, filled, require_equal, saved
 from tests.distributed.training.training_cases import llama
-from tests.grid import device_grid
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -103,11 +96,7 @@ def measure(strategy: str) -> dict[str, tuple[float, float]]:
     return {"ours": (held / total, live / total), "fsdp1": (theirs[0] / total, theirs[1] / total)}
 
 
-def measure_all(names: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
-    return {name: measure(name) for name in names}
-
-
-@pytest.mark.timeout(120)
+@on_ranks(4)
 def test_memory_of_each_strategy() -> None:
     """Ours is FSDP1's, within the padding of a flat parameter."""
     root = 0.005  # the head: the root's group keeps it until backward
@@ -118,17 +107,19 @@ def test_memory_of_each_strategy() -> None:
         "HYBRID_SHARD": (0.5, root),
         "_HYBRID_SHARD_ZERO2": (0.5, 1.0),
     }
-    for found in run_ranks(4, measure_all, list(expected), timeout_s=110):
-        for name, figures in found.items():
-            for who, (held, live) in figures.items():
-                assert held == pytest.approx(expected[name][0], abs=0.02), (name, who, figures)
-                assert live == pytest.approx(expected[name][1], abs=0.02), (name, who, figures)
+    for name, figures in expected.items():
+        for who, found in measure(name).items():
+            assert found == pytest.approx(figures, abs=0.02), (name, who)
 
 
-def load_train_save(root: Path) -> None:
+@on_ranks(4, full=(1,), sim=(4,))
+def test_replicas_load_train_and_save(root: Path) -> None:
     """A replica on each rank, and a replica for each half: every way in and out works on a shard axis of 1 and 2."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     expected = filled().state_dict()
+    if rank == 0:
+        save_file(saved(filled()), root / "odd.safetensors")
+    dist.barrier()
     for strategy, ranks_per_node in (("NO_SHARD", None), ("hybrid_shard", world_size // 2 or 1)):
         sharding = Sharding.from_strategy(strategy, world_size, ranks_per_node)
         module: Any = build_module(Odd, open_checkpoint(root / "odd.safetensors"), None)
@@ -138,8 +129,7 @@ def load_train_save(root: Path) -> None:
             assert all(
                 torch.equal(local_tensor(item).cpu(), expected[name]) for name, item in module.named_parameters()
             )
-        state = {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
-        assert rank or all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+        require_equal(module, expected)
         ids = torch.arange(8).view(2, 4)
         twin = filled()
         for each in (module, twin):
@@ -153,13 +143,6 @@ def load_train_save(root: Path) -> None:
         load_checkpoint(again, folder)
         before, after = (dict(item.named_parameters()) for item in (module, again))
         assert all(torch.equal(before[name].full_tensor(), after[name].full_tensor()) for name in ("large", "narrow"))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("device", "world_size"), device_grid(1, 4, full=(), sim=(4,)))
-def test_replicas_load_train_and_save(device: str, world_size: int, tmp_path: Path) -> None:
-    save_file(saved(filled()), tmp_path / "odd.safetensors")
-    run_ranks(world_size, load_train_save, tmp_path, timeout_s=50, device=device)
 
 
 def test_names_and_enums_are_taken() -> None:

@@ -14,7 +14,7 @@ from raysharding.batch import deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
 from raysharding.worker import Worker
-from tests.spawn import run_ranks
+from tests.distributed.checks import on_ranks
 
 
 class Bypassing(nn.Module):
@@ -29,25 +29,22 @@ class Bypassing(nn.Module):
         return self.blocks[0].forward(x)
 
 
-def forward(path: Path, wrap: str) -> tuple[torch.Tensor | None, str]:
-    """On every rank: the output, or what the error's notes say."""
-    worker = Worker(dist.get_rank(), 2, dist.get_rank(), "cpu")
-    worker.build(Bypassing, open_checkpoint(path), Sharding(wrap=wrap))
-    worker.load()
-    try:
-        return worker.forward(deal((torch.ones(2, 4),), {}, 2)[dist.get_rank()]).value, ""
-    except RuntimeError as error:
-        return None, " ".join(error.__notes__)
-
-
 @pytest.mark.all_ranks
-@pytest.mark.timeout(60)
-def test_the_error_names_a_cure_that_helps(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_the_error_of_a_block_that_is_not_called_names_a_cure_that_helps(root: Path) -> None:
     torch.manual_seed(0)
-    reference = Bypassing()
-    save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    for output, notes in run_ranks(2, forward, tmp_path / "model.safetensors", "auto", timeout_s=25):
-        assert output is None
-        assert 'Sharding(wrap="none")' in notes
-    for output, _ in run_ranks(2, forward, tmp_path / "model.safetensors", "none", timeout_s=25):
-        torch.testing.assert_close(output, reference(torch.ones(2, 4)).detach())
+    reference, path = Bypassing(), root / "bypassing.safetensors"
+    if dist.get_rank() == 0:
+        save_file(reference.state_dict(), path)
+    dist.barrier()
+    for wrap in ("auto", "none"):
+        worker = Worker(dist.get_rank(), 2, dist.get_rank(), "cpu")
+        worker.build(Bypassing, open_checkpoint(path), Sharding(wrap=wrap))
+        worker.load()
+        batch = deal((torch.ones(2, 4),), {}, 2)[dist.get_rank()]
+        if wrap == "none":
+            torch.testing.assert_close(worker.forward(batch).value, reference(torch.ones(2, 4)).detach())
+            continue
+        with pytest.raises(RuntimeError) as caught:
+            worker.forward(batch)
+        assert 'Sharding(wrap="none")' in " ".join(caught.value.__notes__)

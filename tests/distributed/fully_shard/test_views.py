@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from raysharding.batch import Split, deal
+from raysharding.batch import RankBatch, Split, deal
 from raysharding.config import Sharding
-from raysharding.distributed.comm.device_mesh import init_mesh
 from raysharding.distributed.fully_shard.internals import reshard
-from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.step import train_step
-from tests.distributed.training.test_training import full
-from tests.spawn import device_type, run_ranks
+from tests.distributed.checks import on_ranks
+from tests.distributed.fully_shard.sharding_models import full, sharded
 
 NUM_TOKENS, WIDTH = 11, 8
 
@@ -100,39 +97,29 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Map
 }
 
 
-def away_from_one_process(name: str) -> float:
-    """Return how far losses, gradient norms and weights are from those of one process after three steps."""
-    build, loss, options = CASES[name]
-    torch.manual_seed(0)
-    twin = build()
-    sharding = Sharding(**options)
-    module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), sharding), sharding)
-    optimizer, twin_optimizer = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, twin))
-    batch = {"ids": torch.randint(NUM_TOKENS, (5, 6)), "labels": torch.randint(1, NUM_TOKENS, (5, 6))}
-    own = deal((), {key: Split(value) for key, value in batch.items()}, dist.get_world_size())[dist.get_rank()]
-    away = [0.0]
-    for _ in range(3):
-        metrics = train_step(module, optimizer, own, loss=loss)
-        value = loss(twin(batch["ids"]), batch["labels"])
-        twin_optimizer.zero_grad()
-        value.backward()
-        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e9)
-        twin_optimizer.step()
-        away += [abs(metrics["loss"] - value.item()), abs(metrics["grad_norm"] - norm.item())]
-    reshard(module)
-    weights = dict(twin.named_parameters())
-    return max(*away, *((full(one) - weights[name]).abs().max().item() for name, one in module.named_parameters()))
-
-
-def all_cases() -> dict[str, float]:
-    return {name: away_from_one_process(name) for name in CASES}
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@on_ranks(2)
 def test_views_that_are_changed_in_place_train_as_in_one_process() -> None:
-    for found in run_ranks(2, all_cases, timeout_s=100):
-        assert max(found.values()) < 1e-5, found
+    for name, (make, loss, options) in CASES.items():
+        torch.manual_seed(0)
+        twin = make()
+        module = sharded(twin, Sharding(**options))
+        optimizer, twin_optimizer = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, twin))
+        batch = {"ids": torch.randint(NUM_TOKENS, (5, 6)), "labels": torch.randint(1, NUM_TOKENS, (5, 6))}
+        for _ in range(3):
+            metrics = train_step(module, optimizer, dealt(**batch), loss=loss)
+            value = loss(twin(batch["ids"]), batch["labels"])
+            twin_optimizer.zero_grad()
+            value.backward()
+            norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e9)
+            twin_optimizer.step()
+            assert metrics == pytest.approx({"loss": value.item(), "grad_norm": norm.item()}, abs=1e-5), name
+        reshard(module)
+        weights = dict(twin.named_parameters())
+        assert all(torch.allclose(full(one), weights[fqn], rtol=0, atol=1e-5) for fqn, one in module.named_parameters())
+
+
+def dealt(**batch: torch.Tensor) -> RankBatch:
+    return deal((), {key: Split(value) for key, value in batch.items()}, dist.get_world_size())[dist.get_rank()]
 
 
 class Detached(Scaled):
@@ -140,14 +127,10 @@ class Detached(Scaled):
         return super().forward(ids).detach().requires_grad_()
 
 
-def train_detached() -> None:
-    module = shard_module(Detached(), init_mesh(device_type(), Sharding()), Sharding())
+@on_ranks(2)
+def test_a_step_without_any_gradient_is_refused() -> None:
+    module = sharded(Detached(), Sharding())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     ids = torch.zeros(2, 6, dtype=torch.long)
-    own = deal((), {"ids": Split(ids), "labels": Split(ids)}, dist.get_world_size())[dist.get_rank()]
     with pytest.raises(ValueError, match="gave none of the 4 trainable parameters of Detached a gradient"):
-        train_step(module, optimizer, own, loss=entropy)
-
-
-def test_a_step_without_any_gradient_is_refused() -> None:
-    run_ranks(2, train_detached)
+        train_step(module, optimizer, dealt(ids=ids, labels=ids), loss=entropy)

@@ -1,8 +1,7 @@
-"""Checks of `apply` and of what names and lists things, beside FSDP1; each runs on every rank of one group."""
+"""`apply`, `fsdp_modules`, `params_with_grad` and names on real groups, beside FSDP1."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,17 @@ from raysharding.distributed import (
     summon_full_params,
 )
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from tests.distributed.fsdp.full_params_checks import require_equal, require_shards, summon_theirs
-from tests.distributed.fully_shard.fsdp1 import ours, outcomes, own_rows, same, shardings, theirs, theirs_named
+from tests.distributed.checks import on_ranks
+from tests.distributed.fsdp.test_full_params import require_equal, require_shards, summon_theirs
+from tests.distributed.fully_shard.sharding_models import (
+    ours,
+    outcomes,
+    own_rows,
+    same,
+    shardings,
+    theirs,
+    theirs_named,
+)
 from tests.distributed.models import Odd, filled
 from tests.spawn import device_type
 
@@ -43,7 +51,8 @@ def initialise(module: nn.Module) -> None:
             module.scale.fill_(0.25)
 
 
-def check_apply(root: Path) -> None:
+@on_ranks(3, full=(1, 2, 4), sim=(2,))
+def test_apply() -> None:
     """The values of FSDP1 and of one process, for a rule that needs whole rows and columns; also in low precision."""
     expected = filled()
     torch.manual_seed(3)
@@ -65,7 +74,8 @@ def check_apply(root: Path) -> None:
     require_equal(wrapped.module, expected)
 
 
-def check_visits(root: Path) -> None:
+@on_ranks(3)
+def test_visits() -> None:
     """Each submodule once, in the order of `nn.Module.apply`, with its own group gathered and no other below."""
     module = ours()
     wanted: list[str] = []
@@ -91,7 +101,8 @@ def check_visits(root: Path) -> None:
     assert plain == [lonely[0], lonely]
 
 
-def check_an_apply_that_fails(root: Path) -> None:
+@on_ranks(3)
+def test_an_apply_that_fails() -> None:
     """An error of one rank is one of all ranks, and no rank waits for the failed one's part."""
     module, last = ours(), dist.get_world_size() - 1
 
@@ -107,7 +118,8 @@ def check_an_apply_that_fails(root: Path) -> None:
     require_shards(module)
 
 
-def check_modules(root: Path) -> None:
+@on_ranks(3)
+def test_modules() -> None:
     """The modules that FSDP1 finds, in its order."""
     module, oracle = ours(), theirs()
     names = {submodule: name for name, submodule in module.named_modules()}
@@ -127,7 +139,8 @@ def check_modules(root: Path) -> None:
     assert fsdp_modules(wrapped, root_only=True) == [module]
 
 
-def check_names(root: Path) -> None:
+@on_ranks(3)
+def test_names() -> None:
     """FQNs of the plain module, under activation checkpointing and torch.compile too; shards after a forward."""
     model: Any = filled()
     plain = filled()
@@ -153,7 +166,8 @@ def check_names(root: Path) -> None:
             assert not any(isinstance(parameter, DTensor) for _, parameter in named_parameters(module))
 
 
-def check_params_with_grad(root: Path) -> None:
+@on_ranks(3, sim=(2,))
+def test_params_with_grad() -> None:
     """Those that one process has; FSDP1 has each on the ranks that hold some of it."""
     module, oracle, plain = ours(), theirs(), filled()
     assert params_with_grad(module) == []
