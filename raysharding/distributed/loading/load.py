@@ -259,7 +259,7 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader:
         piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
-        source = make_source(plan.match, reader, plan.extents, context.loading, context.checksums, piece_bytes)
+        source = make_source(plan.match, reader, plan.extents, context.checksums, piece_bytes)
         error = stream.run(source, num_threads)
         if error is None:
             try:

@@ -371,7 +371,7 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
         targets = (*keys.targets.values(), *keys.doubled)
         extents = {target.fqn: extents_of(match.checkpoint, target) for target in targets}
         with FileReader(match.checkpoint.files) as reader:
-            source = make_source(match, reader, extents, loading)
+            source = make_source(match, reader, extents)
 
             def read(fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
                 source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
@@ -384,16 +384,14 @@ def make_source(
     match: CheckpointMatch | None,
     reader: FileReader,
     extents: Mapping[str, Extents],
-    loading: Loading,
     checksums: Checksums | None = None,
     piece_bytes: int | None = None,
 ) -> TensorSource:
     """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
-    cache_bytes = loading.bucket_bytes or BUCKET_BYTES
     if match is None:
-        return CheckpointSource({}, extents, {}, cache_bytes, reader, checksums, piece_bytes)
+        return CheckpointSource({}, extents, {}, reader, checksums, piece_bytes)
     tensors = match.checkpoint.tensors
     targets = {**match.keys.targets, **{target.fqn: target for target in match.keys.doubled}}
     if match.state_dict is not None:
-        return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
-    return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, piece_bytes)
+        return StateDictSource(tensors, extents, targets, match.state_dict)
+    return CheckpointSource(tensors, extents, targets, reader, checksums, piece_bytes)

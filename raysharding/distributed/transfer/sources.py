@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -154,7 +153,7 @@ class TensorSource(ABC):
     """Reads ranges of full tensors through their extents, or through transformers' own operations.
 
     A tensor with extents is read range by range, never as a whole. A tensor without extents (a transpose, a RoPE
-    permutation) is converted as a whole, once, on rank 0, and cached.
+    permutation) is converted as a whole, on rank 0, and the last one is kept: the next bucket may continue it.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -163,9 +162,7 @@ class TensorSource(ABC):
     """FQN → extents."""
     targets: Mapping[str, Target]
     """FQN → target; needed only for conversions."""
-    cache_bytes: int
-    """Size of the cache of converted targets: that of a bucket, whose sections request ranges in turn."""
-    _kept: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _converted: tuple[str, torch.Tensor] | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -208,27 +205,19 @@ class TensorSource(ABC):
         """Return jobs that fill the memory of requests that lie in one extent each."""
 
     def _compute(self, fqn: str, wanted: Sequence[Request], filled: Callable[[Sequence[Request]], None]) -> None:
-        # One thread at a time: each target is computed once, and those in memory are counted.
+        # One thread at a time: one target is in memory.
         with self._lock:
-            whole = self._converted(fqn)
+            if self._converted is None or self._converted[0] != fqn:
+                self._converted = None  # before the next one is computed
+                self._converted = fqn, self.targets[fqn].convert(self._read_whole).reshape(-1)
             for request in wanted:
-                torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
+                part = self._converted[1][request.start : request.stop]
+                torch.frombuffer(request.memory, dtype=request.dtype).copy_(part)
         filled(wanted)
 
     @abstractmethod
     def _read_whole(self, key: str) -> torch.Tensor:
         """Return the full tensor of a checkpoint key, on the CPU."""
-
-    def _converted(self, fqn: str) -> torch.Tensor:
-        """Return the flattened value that transformers' operations compute, on the CPU."""
-        if fqn not in self._kept:
-            target = self.targets[fqn]
-            num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Evict the oldest, before the next one is computed.
-            while self._kept and num_bytes + sum(value.nbytes for value in self._kept.values()) > self.cache_bytes:
-                del self._kept[next(iter(self._kept))]
-            self._kept[fqn] = target.convert(self._read_whole).reshape(-1)
-        return self._kept[fqn]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -49,39 +49,31 @@ class ModelLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as a JSON value."""
-        kinds = list(dict.fromkeys(self.holders.values()))
-        numbers = {kind: number for number, kind in enumerate(kinds)}
-        rows = [
-            [name, one.fqn, one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, numbers[held]]
-            for (name, one), held in zip(self.tensors.items(), self.holders.values(), strict=True)
-        ]
-        return {"holders": kinds, "tensors": rows}
+        return {
+            name: [one.fqn, one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, self.holders[name]]
+            for name, one in self.tensors.items()
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return the layout of which `to_json` made a value."""
-        kinds = [tuple(map(tuple, kind)) for kind in value["holders"]]
         tensors: dict[str, TensorLayout] = {}
         holders: dict[str, Holders] = {}
-        for name, fqn, shape, dtype, num_shards, number in value["tensors"]:
+        for name, (fqn, shape, dtype, num_shards, held) in value.items():
             tensors[name] = TensorLayout(fqn, tuple(shape), getattr(torch, dtype), num_shards)
-            holders[name] = kinds[number]
+            holders[name] = tuple(map(tuple, held))
         return cls(tensors, holders)
 
 
 def differences(source: ModelLayout, target: ModelLayout) -> Iterator[str]:
     """Yield why the tensors of one group cannot be copied into another: names, shapes, kinds of dtype."""
-    yield from _one_sided(source.tensors, target.tensors, "the source has it, the target does not")
-    yield from _one_sided(target.tensors, source.tensors, "the target has it, the source does not")
-    for name, mine in source.tensors.items():
-        theirs = target.tensors.get(name)
-        if theirs is None:
-            continue
+    for name in sorted(source.tensors.keys() - target.tensors.keys()):
+        yield f"{name}: the source has it, the target does not"
+    for name in sorted(target.tensors.keys() - source.tensors.keys()):
+        yield f"{name}: the target has it, the source does not"
+    for name in [name for name in source.tensors if name in target.tensors]:
+        mine, theirs = source.tensors[name], target.tensors[name]
         if mine.shape != theirs.shape:
             yield f"{name}: shape {list(mine.shape)} in the source, {list(theirs.shape)} in the target"
         elif mine.dtype.is_floating_point != theirs.dtype.is_floating_point:
             yield f"{name}: {mine.dtype} in the source, {theirs.dtype} in the target"
-
-
-def _one_sided(these: Iterable[str], those: Mapping[str, Any], what: str) -> Iterator[str]:
-    return (f"{name}: {what}" for name in these if name not in those)

@@ -26,7 +26,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     offset = checkpoint.tensors["values"].offset
     extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, "int64"),)}
     with FileReader(checkpoint.files) as reader:
-        yield CheckpointSource({}, extents, {}, 0, reader, piece_bytes=8000)
+        yield CheckpointSource({}, extents, {}, reader, piece_bytes=8000)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
