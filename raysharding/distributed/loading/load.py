@@ -209,7 +209,7 @@ def _stream(
 def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
-    """Make transport and ring of the plan; collective, unless no rank needs a ring."""
+    """Make transport and ring of the plan; collective."""
     rank, buckets = context.shards.rank, plan.buckets
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
@@ -223,8 +223,8 @@ def _make_transport(
         converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
         slot = routes.slot_bytes(buckets, rank, in_place, converted)
         # Only for host memory; NCCL uses shared memory itself.
-        if context.loading.shared_memory and context.device.type == "cpu" and routes.any_travels(buckets):
-            rings = share_rings(max(slot) if plan.files is not None and routes.any_travels(buckets, rank) else 0)
+        if context.loading.shared_memory and context.device.type == "cpu":
+            rings = share_rings(max(slot) if plan.files is not None else 0)
         # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
         patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
         memory_of = partial(local_shards.memory, device_type=context.device.type)

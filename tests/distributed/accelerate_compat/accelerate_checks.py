@@ -1,4 +1,4 @@
-"""What is checked on the ranks of `test_accelerate_compat.py`: the environment switch and optimizers."""
+"""What is checked on the ranks of `test_accelerate_on_ranks.py`: the environment switch and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked on the ranks of `test_accelerate_loading.py`: rank 0's values into sharded models."""
+"""What is checked on the ranks of `test_accelerate_on_ranks.py`: rank 0's values into sharded models."""
 
 from __future__ import annotations
 

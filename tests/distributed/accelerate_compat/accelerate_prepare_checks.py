@@ -1,4 +1,4 @@
-"""What is checked on the ranks of `test_accelerate_prepare.py`: sharding and loading by accelerate's names."""
+"""What is checked on the ranks of `test_accelerate_on_ranks.py`: sharding and loading by accelerate's names."""
 
 from __future__ import annotations
 
@@ -95,23 +95,21 @@ def check_same_sharding(root: Path) -> None:
         ("gpt2", TRANSFORMER, {}),
     )
     for name, arguments, options in cases:
-        models = []
-        for kind, prepare in PAIRS:
-            with kept_environment():
-                plugin = kind(fsdp_version=2, **arguments, **options)
-            models.append(prepare(accelerator_with(plugin), ARCHITECTURES[name].make()))
-        assert_same_sharding(models[1], models[0], (name, arguments, options))
+        assert_prepared_alike(name, **arguments, **options)
 
 
 def check_hsdp(root: Path) -> None:
     """The same over two replicas."""
-    for options in ({"cpu_ram_efficient_loading": True},):
-        models = []
-        for kind, prepare in PAIRS:
-            with kept_environment():
-                plugin = kind(fsdp_version=2, **TRANSFORMER, **options)
-            models.append(prepare(accelerator_with(plugin, replicate_size=2), ARCHITECTURES["llama"].make()))
-        assert_same_sharding(models[1], models[0], options)
+    assert_prepared_alike("llama", replicate_size=2, cpu_ram_efficient_loading=True, **TRANSFORMER)
+
+
+def assert_prepared_alike(name: str, *, replicate_size: int = 1, **fields: Any) -> None:
+    models = []
+    for kind, prepare in PAIRS:
+        with kept_environment():
+            plugin = kind(fsdp_version=2, **fields)
+        models.append(prepare(accelerator_with(plugin, replicate_size=replicate_size), ARCHITECTURES[name].make()))
+    assert_same_sharding(models[1], models[0], (name, fields))
 
 
 def check_values_and_gradients(root: Path) -> None:
