@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
@@ -24,6 +27,7 @@ from torch import nn
 
 from raysharding import (
     CallTimeoutError,
+    FitStep,
     GroupError,
     Placement,
     PlacementError,
@@ -37,12 +41,12 @@ from raysharding.group.launch import copy_weights
 from tests import forking
 from tests.accelerator.device import register
 from tests.accelerator.fault_checks import hang_on_rank_1, kill_device, lost_loss
-from tests.accelerator.fit_checks import check_fit
 from tests.accelerator.memory_checks import (
     PLACEMENT,
     check_offload,
     check_out_of_memory,
     limit_memory,
+    square,
 )
 from tests.distributed.checks import outcome_of
 
@@ -52,9 +56,9 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.0), nn.GELU(), nn.Linear(16, 4))
 
 
-def square(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Sum and count of the squares."""
-    return (output - targets).square().sum(), output.numel()
+def mse(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean of the squares."""
+    return (output - targets).square().mean()
 
 
 def touched() -> list[int]:
@@ -209,6 +213,45 @@ def gpus_and_variables() -> tuple[list[str], dict[str, str]]:
     """The GPUs that Ray gave to this rank, and the variables of its process that say which it sees."""
     variables = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" in name}
     return ray.get_runtime_context().get_accelerator_ids()["GPU"], variables
+
+
+def make_dropout_model() -> nn.Module:
+    """A model with drop-out, whose masks come from the device's generator."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 1))
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The model's inputs and targets."""
+    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in ("x", "y")}
+    return {"input": columns["x"], "targets": columns["y"].unsqueeze(1)}
+
+
+def check_fit(path: Path) -> None:
+    """A fit that loses a rank goes on from its last save, in the background, with the losses of an undisturbed one."""
+    path = path.with_name("dropout.safetensors")
+    save_file(make_dropout_model().state_dict(), path)
+    rows = torch.randn(64, 8)
+    data = path.with_name("rows.parquet")
+    pq.write_table(pa.table({"x": rows.tolist(), "y": rows.sum(1).tolist()}), data)
+    options: dict[str, Any] = {"batch_size": 8, "collate_fn": collate, "loss": mse, "max_steps": 6, "epochs": 2}
+    model: dict[str, Any] = {"model": make_dropout_model, "device": "sim", "placement": PLACEMENT, "world_size": 2}
+    model["optimizer"] = torch.optim.AdamW
+    with ShardedModelGroup.from_checkpoint(path, **model) as group:
+        expected = group.fit(data, **options).history["loss"]
+        evaluated = group.evaluate(data, batch_size=8, collate_fn=collate, loss=mse)
+
+    def kill(step: FitStep) -> None:
+        if step.num_steps == 5 and not killed:
+            killed.append(group.ranks[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    killed: list[int] = []
+    with ShardedModelGroup.from_checkpoint(path, max_restarts=1, **model) as group:
+        saves: dict[str, Any] = {"save_to": path.with_name("saves"), "save_every": 2, "async_save": True}
+        report = group.fit(data, callbacks=[kill], **saves, **options)
+        assert killed
+        assert report.history["loss"] == expected
+        assert group.evaluate(data, batch_size=8, collate_fn=collate, loss=mse) == evaluated
 
 
 def check_too_few_gpus(path: Path) -> None:

@@ -251,7 +251,7 @@ def _exchange(
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     answers = agree(error, (digests, None if visibility is None else asdict(visibility)))
     for index, what in enumerate(("built another model", "were given other options")):
-        differing = [str(rank) for rank, (told, _) in enumerate(answers) if told[index] != answers[0][0][index]]
+        differing = [str(rank) for rank, (theirs, _) in enumerate(answers) if theirs[index] != answers[0][0][index]]
         if differing:
             who = f"ranks {', '.join(differing)} {what} than rank 0"
             raise PlanError(f"{who}: make the model and `Loading` the same on every rank")

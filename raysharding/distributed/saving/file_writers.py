@@ -227,10 +227,8 @@ class _Writers:
             Ranks whose files this rank writes its shards into.
         """
         joined: list[int] = []
-        if is_remote(self._directory):
-            return joined
         for rank, one in enumerate(made):
-            if rank == self._rank or one["host"] != made[self._rank]["host"]:
+            if rank == self._rank or one["host"] != made[self._rank]["host"] or not one["inodes"]:
                 continue
             try:
                 guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}

@@ -19,38 +19,29 @@ class ModelLayout:
     """Layout of the tensors that a group sends, or receives, under the names that both groups have for them."""
 
     tensors: Mapping[str, TensorLayout]
-    """Name → layout. `fqn` is the tensor's name in this group's module."""
+    """Name → layout."""
     holders: Mapping[str, Holders]
     """Name → which ranks hold which shard; a replicated tensor has one shard, which every rank holds."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Self:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Return the layout of tensors of this rank's module; the same on every rank of the group. Not collective.
-
-        Args:
-            tensors: FQN → parameter or buffer.
-            names: FQN → name for the other group, where it differs.
 
         Raises:
             ValueError: A tensor is sharded in a way that this library does not make.
         """
-        layouts: dict[str, TensorLayout] = {}
+        layouts = {name: tensor_layout(name, tensor) for name, tensor in tensors.items()}
         holders: dict[str, Holders] = {}
         for part in by_mesh(tensors):
             shards = ShardMap.of(part)
             everywhere = (tuple(sorted(rank for ranks in shards.holders for rank in ranks)),)
-            for fqn, tensor in part.items():
-                name = names.get(fqn, fqn)
-                layouts[name] = tensor_layout(fqn, tensor)
-                holders[name] = shards.holders if layouts[name].num_shards else everywhere
-        # In the module's order: the parts of a module with several meshes would be one after the other.
-        order = [names.get(fqn, fqn) for fqn in tensors]
-        return cls({name: layouts[name] for name in order}, {name: holders[name] for name in order})
+            holders |= {name: shards.holders if layouts[name].num_shards else everywhere for name in part}
+        return cls(layouts, holders)
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as a JSON value."""
         return {
-            name: [one.fqn, one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, self.holders[name]]
+            name: [one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, self.holders[name]]
             for name, one in self.tensors.items()
         }
 
@@ -59,8 +50,8 @@ class ModelLayout:
         """Return the layout of which `to_json` made a value."""
         tensors: dict[str, TensorLayout] = {}
         holders: dict[str, Holders] = {}
-        for name, (fqn, shape, dtype, num_shards, held) in value.items():
-            tensors[name] = TensorLayout(fqn, tuple(shape), getattr(torch, dtype), num_shards)
+        for name, (shape, dtype, num_shards, held) in value.items():
+            tensors[name] = TensorLayout(name, tuple(shape), getattr(torch, dtype), num_shards)
             holders[name] = tuple(map(tuple, held))
         return cls(tensors, holders)
 
