@@ -210,7 +210,7 @@ def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make transport and ring of the plan; collective."""
-    rank, buckets = context.shards.rank, plan.buckets
+    rank = context.shards.rank
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
     rings = SharedRings({}, {}, ())
@@ -219,9 +219,7 @@ def _make_transport(
         slot = SlotBytes(whole if plan.files is not None else 0, whole)
         transport = Broadcast(routes, context.stall_s)
     else:
-        in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
-        converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
-        slot = routes.slot_bytes(buckets, rank, in_place, converted)
+        slot = routes.slot_bytes(plan.buckets, rank, local_shards)
         # Only for host memory; NCCL uses shared memory itself.
         if context.loading.shared_memory and context.device.type == "cpu":
             rings = share_rings(max(slot) if plan.files is not None else 0)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from raysharding.distributed.comm import current_group, is_accelerator, wait_for
 from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, BucketPlan, Section, Segment
-from raysharding.distributed.transfer.buffers import RING_SIZE, SlotBytes
+from raysharding.distributed.transfer.buffers import RING_SIZE, LocalShards, SlotBytes
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
 
@@ -91,15 +91,8 @@ class Routes:
                 position += section.num_bytes
         return offsets
 
-    def slot_bytes(self, plan: BucketPlan, rank: int, in_place: Sequence[bool], converted: Sequence[bool]) -> SlotBytes:
-        """Return the largest bytes of a bucket in `rank`'s buffer.
-
-        Args:
-            plan: The buckets.
-            rank: The rank.
-            in_place: By tensor: True if it is read directly into the shard, where no other rank needs it.
-            converted: By tensor: True if an accelerator converts it.
-        """
+    def slot_bytes(self, plan: BucketPlan, rank: int, local_shards: LocalShards) -> SlotBytes:
+        """Return the largest bytes of a bucket in `rank`'s buffer, which holds `local_shards`."""
         host = wire = 0
         for index, bucket in enumerate(plan):
             offsets = self.offsets(index, bucket, rank)
@@ -110,9 +103,9 @@ class Routes:
                     host = max(host, end)
             for section in self.sections(index, bucket, rank, alone=True):
                 end = offsets[section.shard_index] + section.num_bytes
-                if not all(in_place[segment.tensor] for segment in section.segments):
+                if not all(local_shards.takes_wire_bytes(segment.tensor, "cpu") for segment in section.segments):
                     host = max(host, end)
-                if any(converted[segment.tensor] for segment in section.segments):
+                if any(local_shards.converts_on_device(segment.tensor) for segment in section.segments):
                     wire = max(wire, end)
         return SlotBytes(host, wire)
 

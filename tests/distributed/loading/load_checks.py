@@ -126,27 +126,26 @@ DTYPE_LOADS = (Loading("scatter", 64 << 10), Loading("local", 64 << 10))
 
 def check_dtypes(root: Path) -> None:
     """Files of four dtypes into models of three, in the narrower dtype on the wire."""
-    for file_dtype in FILE_DTYPES:
-        for target, loading in product((torch.float32, torch.bfloat16, torch.float16), DTYPE_LOADS):
-            path = root / f"{file_dtype}.safetensors"
-            module = sharded(path, dtype=target)
-            report = load_checkpoint(module, path, loading=loading)
-            narrower = min(file_dtype.itemsize, target.itemsize)
-            floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
-            if dist.get_rank() == 0:
-                # All but rank 0's own part of the sharded tensors leaves rank 0, in the narrower dtype.
-                share = (dist.get_world_size() - 1) / dist.get_world_size()
-                assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
-            state = full_state(module)
-            if loading is DTYPE_LOADS[0]:
-                saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
-                save_checkpoint(module, saved)
-                for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
-                    assert torch.equal(state[name], tensor), name
-            for name, tensor in load_file(path).items() if dist.get_rank() == 0 else ():
-                want = tensor.to(target) if tensor.is_floating_point() else tensor
-                assert state[name].dtype == want.dtype, name
-                assert torch.equal(state[name], want), (name, file_dtype, target)
+    pairs = product(FILE_DTYPES, (torch.float32, torch.bfloat16, torch.float16))
+    for number, (file_dtype, target) in enumerate(pairs):
+        path = root / f"{file_dtype}.safetensors"
+        module = sharded(path, dtype=target)
+        report = load_checkpoint(module, path, loading=DTYPE_LOADS[number % 2])
+        narrower = min(file_dtype.itemsize, target.itemsize)
+        floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
+        if dist.get_rank() == 0:
+            # All but rank 0's own part of the sharded tensors leaves rank 0, in the narrower dtype.
+            share = (dist.get_world_size() - 1) / dist.get_world_size()
+            assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
+        saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
+        save_checkpoint(module, saved)
+        state = full_state(module)
+        for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
+            assert torch.equal(state[name], tensor), name
+        for name, tensor in load_file(path).items() if dist.get_rank() == 0 else ():
+            want = tensor.to(target) if tensor.is_floating_point() else tensor
+            assert state[name].dtype == want.dtype, name
+            assert torch.equal(state[name], want), (name, file_dtype, target)
 
 
 def check_plan_errors(root: Path) -> None:
