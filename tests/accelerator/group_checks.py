@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
@@ -22,19 +25,28 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from raysharding import Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts, current_worker
+from raysharding import (
+    CallTimeoutError,
+    FitStep,
+    GroupError,
+    Placement,
+    PlacementError,
+    ShardedModelGroup,
+    Split,
+    Timeouts,
+    current_worker,
+)
 from raysharding.group.cluster import accelerator_names, rank_need
 from raysharding.group.launch import copy_weights
 from tests import forking
 from tests.accelerator.device import register
-from tests.accelerator.fit_checks import check_fit
+from tests.accelerator.fault_checks import hang_on_rank_1, kill_device, lost_loss
 from tests.accelerator.memory_checks import (
     PLACEMENT,
-    check_out_of_memory_in_a_forward,
-    check_out_of_memory_in_a_load,
-    check_out_of_memory_in_a_step,
-    check_out_of_memory_on_a_shared_device,
-    check_plan_and_preflight,
+    check_offload,
+    check_out_of_memory,
+    limit_memory,
+    square,
 )
 from tests.distributed.checks import outcome_of
 
@@ -44,9 +56,9 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.0), nn.GELU(), nn.Linear(16, 4))
 
 
-def square(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Sum and count of the squares."""
-    return (output - targets).square().sum(), output.numel()
+def mse(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean of the squares."""
+    return (output - targets).square().mean()
 
 
 def touched() -> list[int]:
@@ -72,13 +84,24 @@ def check_placement_and_training(path: Path) -> None:
 
 
 def check_ranks_that_share_gpus(path: Path) -> None:
-    """Two ranks of a group on each device compute what one process does, and see each device once."""
+    """Two ranks of a group on each device compute what one process does, and see each device once.
+
+    The one that had no memory left is named as the cause; the group is broken, since others waited in a collective.
+    """
     with group_of(path, world_size=4, placement=replace(PLACEMENT, gpus_per_rank=0.5)) as group:
         assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0", "sim:1", "sim:1"]
         assert [rank.local_rank for rank in group.ranks] == [0, 1, 2, 3]
         given, variables = zip(*group.call(gpus_and_variables), strict=True)
         assert given[0] == given[1] != given[2] == given[3], given
         assert {one["CUDA_VISIBLE_DEVICES"] for one in variables} == {",".join((*given[0], *given[2]))}
+        group.call(limit_rank_1)
+        with pytest.raises(GroupError, match="OutOfMemoryError") as caught:
+            group.forward(Split(torch.randn(8, 8)))
+        assert {rank for rank, one in caught.value.failures.items() if one.kind == "raised"} == {1}
+        assert caught.value.primary == caught.value.failures[1]
+        assert group.state.value == "broken"
+        group.restart()
+        assert [rank.device for rank in group.ranks] == ["sim:0", "sim:0", "sim:1", "sim:1"]
         assert_trains(group, path)
         assert list(group.call(touched)) == [[0], [0], [1], [1]]
         *table, first, second = group.memory_summary().splitlines()
@@ -108,6 +131,12 @@ def check_groups_that_share_gpus(path: Path) -> None:
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def limit_rank_1() -> None:
+    """Leave one rank no memory."""
+    if current_worker().rank == 1:
+        limit_memory(0)
+
+
 def assert_trains(group: ShardedModelGroup, path: Path) -> None:
     """Assert that a group computes what one process does, forward and in training."""
     reference = make_model()
@@ -126,27 +155,18 @@ def assert_trains(group: ShardedModelGroup, path: Path) -> None:
         assert abs(metrics["loss"] - loss.item()) < 1e-5
 
 
-def check_offload_and_restart(path: Path) -> None:
-    """Under offload the optimizer's state is in host memory after a restart, too, and training goes on."""
-    rows, targets = torch.randn(8, 8), torch.randn(8, 4)
-    folder = path.parent / "offloaded"
-    with group_of(path, world_size=2, sharding=Sharding(cpu_offload=True)) as group:
-        group.set_optimizer(torch.optim.AdamW, lr=0.01)
-        group.train_step(Split(rows), targets=Split(targets), loss=square)
-        group.save(folder, optimizer=True)
-        expected = group.train_step(Split(rows), targets=Split(targets), loss=square)["loss"]
-        group.restart(folder)
-        found = group.train_step(Split(rows), targets=Split(targets), loss=square)["loss"]
-        assert found == expected, (found, expected)
-
-
 def check_copies_between_groups(path: Path) -> None:
-    """Weights go from device to device through the devices' backend, and to a group on CPUs through host memory."""
+    """Weights go from device to device through the devices' backend, and to a group on CPUs through host memory.
+
+    Code on a CPU rank that asks for a GPU gets none, so that it makes no context on one.
+    """
     with (
         group_of(path, world_size=2) as source,
         group_of(path, world_size=1) as target,
         ShardedModelGroup.from_checkpoint(path, model=make_model, device="cpu", world_size=2) as on_cpus,
     ):
+        assert_masks(source)
+        assert list(on_cpus.call(gpus_and_variables)) == [([], {"CUDA_VISIBLE_DEVICES": ""})] * 2, "makes a context"
         source.call(add, 1.0)
         for bucket_bytes in (16 << 20, 256):
             copy_weights._BUCKET_BYTES = bucket_bytes
@@ -180,26 +200,58 @@ def delay() -> None:
     load_extension().set_collective_delay_us(6000)
 
 
-def check_masks(path: Path) -> None:
+def assert_masks(group: ShardedModelGroup) -> None:
     """Ray masks nothing, on ROCm neither: each rank of a node sees the group's GPUs on it, in the order of ranks."""
-    with group_of(path, world_size=2) as group:
-        given, variables = zip(*group.call(gpus_and_variables), strict=True)
+    given, variables = zip(*group.call(gpus_and_variables), strict=True)
     seen = ",".join(gpu for gpus in given for gpu in gpus)
     assert sorted(seen.split(",")) == sorted({*seen.split(",")} & set("0123")), seen
     noset = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
     assert variables == ({**noset, "CUDA_VISIBLE_DEVICES": seen},) * 2
 
 
-def check_cpu_ranks_see_no_gpu(path: Path) -> None:
-    """Code on a CPU rank that asks for a GPU gets none, so that it makes no context on one."""
-    with ShardedModelGroup.from_checkpoint(path, model=make_model, device="cpu", world_size=2) as group:
-        assert list(group.call(gpus_and_variables)) == [([], {"CUDA_VISIBLE_DEVICES": ""})] * 2
-
-
 def gpus_and_variables() -> tuple[list[str], dict[str, str]]:
     """The GPUs that Ray gave to this rank, and the variables of its process that say which it sees."""
     variables = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" in name}
     return ray.get_runtime_context().get_accelerator_ids()["GPU"], variables
+
+
+def make_dropout_model() -> nn.Module:
+    """A model with drop-out, whose masks come from the device's generator."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 1))
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The model's inputs and targets."""
+    columns = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in ("x", "y")}
+    return {"input": columns["x"], "targets": columns["y"].unsqueeze(1)}
+
+
+def check_fit(path: Path) -> None:
+    """A fit that loses a rank goes on from its last save, in the background, with the losses of an undisturbed one."""
+    path = path.with_name("dropout.safetensors")
+    save_file(make_dropout_model().state_dict(), path)
+    rows = torch.randn(64, 8)
+    data = path.with_name("rows.parquet")
+    pq.write_table(pa.table({"x": rows.tolist(), "y": rows.sum(1).tolist()}), data)
+    options: dict[str, Any] = {"batch_size": 8, "collate_fn": collate, "loss": mse, "max_steps": 6, "epochs": 2}
+    model: dict[str, Any] = {"model": make_dropout_model, "device": "sim", "placement": PLACEMENT, "world_size": 2}
+    model["optimizer"] = torch.optim.AdamW
+    with ShardedModelGroup.from_checkpoint(path, **model) as group:
+        expected = group.fit(data, **options).history["loss"]
+        evaluated = group.evaluate(data, batch_size=8, collate_fn=collate, loss=mse)
+
+    def kill(step: FitStep) -> None:
+        if step.num_steps == 5 and not killed:
+            killed.append(group.ranks[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    killed: list[int] = []
+    with ShardedModelGroup.from_checkpoint(path, max_restarts=1, **model) as group:
+        saves: dict[str, Any] = {"save_to": path.with_name("saves"), "save_every": 2, "async_save": True}
+        report = group.fit(data, callbacks=[kill], **saves, **options)
+        assert killed
+        assert report.history["loss"] == expected
+        assert group.evaluate(data, batch_size=8, collate_fn=collate, loss=mse) == evaluated
 
 
 def check_too_few_gpus(path: Path) -> None:
@@ -234,15 +286,6 @@ def check_names_of_other_accelerators(path: Path) -> None:
 AS_A_PROGRAM = """
 import runpy, sys
 from tests.accelerator.device import register
-from tests.accelerator.fit_checks import check_fit
-from tests.accelerator.memory_checks import (
-    PLACEMENT,
-    check_out_of_memory_in_a_forward,
-    check_out_of_memory_in_a_load,
-    check_out_of_memory_in_a_step,
-    check_plan_and_preflight,
-)
-
 register()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -270,24 +313,60 @@ def check_finetune(path: Path) -> None:
     check_example(path, "examples/finetune.py", "--steps", "6", ends_with="4 rank(s): step 3,")
 
 
+def check_group_of_dead_devices(path: Path) -> None:
+    """Every rank raised alike; the group is broken nevertheless."""
+    with group_of(path, world_size=2) as group:
+        with pytest.raises(GroupError, match="device-side assert") as caught:
+            group.call(kill_device)
+        assert group.state.value == "broken", group.state
+        assert set(caught.value.failures) == {0, 1}
+
+
+def check_group_that_hangs(path: Path) -> None:
+    """The rank that hangs is named, and the other one is said to wait for it."""
+    with group_of(path, world_size=2, timeouts=Timeouts(call_s=3.0)) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.0)
+        with pytest.raises(CallTimeoutError) as caught:
+            group.train_step(Split(torch.ones(4, 8)), targets=Split(torch.zeros(4, 4)), loss=hang_on_rank_1)
+        waits = {rank: "waits in a collective" in one.message for rank, one in caught.value.failures.items()}
+        assert waits == {0: True, 1: False}
+        assert caught.value.primary == caught.value.failures[1]
+
+
+def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
+    """The other rank's update was queued, and may have run: the group is broken, and its weights are those of files."""
+    rows: dict[str, Any] = {"targets": Split(torch.zeros(4, 4))}
+    with group_of(path, world_size=2, timeouts=Timeouts(call_s=5.0)) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
+        expected = group.forward(Split(torch.ones(4, 8)))
+        for how in ("raises", "dies", "hangs"):
+            with pytest.raises(GroupError) as caught:
+                group.train_step(Split(torch.ones(4, 8)), loss=partial(lost_loss, how), **rows)
+            assert caught.value.primary is not None
+            assert caught.value.primary.rank == 1, how
+            assert group.state.value == "broken", how
+            assert group.restart().checkpoint == str(path), how
+            torch.testing.assert_close(group.forward(Split(torch.ones(4, 8))), expected)
+
+
 CHECKS = (
     check_placement_and_training,
     check_ranks_that_share_gpus,
     check_groups_that_share_gpus,
-    check_offload_and_restart,
     check_copies_between_groups,
     check_fit,
-    check_out_of_memory_in_a_load,
-    check_out_of_memory_in_a_forward,
-    check_out_of_memory_in_a_step,
-    check_out_of_memory_on_a_shared_device,
-    check_plan_and_preflight,
-    check_masks,
-    check_cpu_ranks_see_no_gpu,
+    check_offload,
+    check_out_of_memory,
     check_too_few_gpus,
     check_names_of_other_accelerators,
 )
-FULL = (check_quickstart, check_finetune)
+FULL = (
+    check_quickstart,
+    check_finetune,
+    check_group_of_dead_devices,
+    check_group_that_hangs,
+    check_group_that_loses_a_rank_in_the_backward,
+)
 """Checks of the whole grid."""
 
 

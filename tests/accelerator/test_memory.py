@@ -30,6 +30,10 @@ CASES = [
 ]
 
 
+SAVES = ((False, False), (True, False), (False, True))
+"""(offload, trained) of the saves."""
+
+
 class Model(nn.Module):
     """Layers whose rows two ranks divide, and a buffer."""
 
@@ -94,7 +98,12 @@ def test_a_load_takes_what_the_preflight_counts(
             assert -device_buffers <= device - need.device.load <= 0.02 * device, f"rank {rank}: {case}: device"
 
 
-def saves(path: Path, offload: bool, trained: bool) -> tuple[tuple[int, int], LoadReport, int]:
+def saves(path: Path) -> list[tuple[tuple[int, int], LoadReport, int]]:
+    """`save_of` each of `SAVES`."""
+    return [save_of(path, *case) for case in SAVES]
+
+
+def save_of(path: Path, offload: bool, trained: bool) -> tuple[tuple[int, int], LoadReport, int]:
     """Pinned and device bytes of a save, the report of the load before it, and the peak of torch's allocator then."""
     module = sharded(path, torch.float32, Sharding(cpu_offload=offload), small_model)
     torch.empty(64 << 20, device="sim")  # a peak of the user's own
@@ -105,19 +114,20 @@ def saves(path: Path, offload: bool, trained: bool) -> tuple[tuple[int, int], Lo
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    return taken_by(partial(save_checkpoint, module, path.parent / "saved", optimizer=optimizer)), report, peak
+    save = partial(save_checkpoint, module, path.parent / "saved", optimizer=optimizer, overwrite=True)
+    return taken_by(save), report, peak
 
 
-@pytest.mark.parametrize(("offload", "trained"), [(False, False), (True, False), (False, True)])
-def test_a_save_takes_what_the_plan_counts(tmp_path: Path, offload: bool, trained: bool) -> None:
+def test_a_save_takes_what_the_plan_counts(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(small_model().state_dict(), path)
     weights = sum(tensor.nbytes for tensor in small_model().state_dict().values())
     shards = sum(parameter.nbytes for parameter in small_model().parameters()) // 2
-    for rank, ((pinned, device), report, peak) in enumerate(run_ranks(2, saves, path, offload, trained, device="sim")):
-        planned = save_buffers(4 * shards if trained else weights, "sim", is_one_host=True)
-        assert pinned == planned[0]
-        assert planned[1] <= device < 1024, "the first operation's flag alone"
-        # The ring on the device is that of the buffer.
-        assert report.peak_device_bytes[rank] == pytest.approx(0 if offload else shards, rel=0.02, abs=1 << 20)
-        assert peak >= 64 << 20, "the load has reset the user's peak"
+    for rank, found in enumerate(run_ranks(2, saves, path, device="sim")):
+        for (offload, trained), ((pinned, device), report, peak) in zip(SAVES, found, strict=True):
+            planned = save_buffers(4 * shards if trained else weights, "sim", is_one_host=True)
+            assert pinned == planned[0], (offload, trained)
+            assert planned[1] <= device < 1024, "the first operation's flag alone"
+            # The ring on the device is that of the buffer.
+            assert report.peak_device_bytes[rank] == pytest.approx(0 if offload else shards, rel=0.02, abs=1 << 20)
+            assert peak >= 64 << 20, "the load has reset the user's peak"

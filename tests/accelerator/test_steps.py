@@ -93,13 +93,31 @@ def counts_by_hand(num_blocks: int) -> dict[str, int]:
     return counts_of(step)
 
 
+def counts_on_ranks() -> dict[str, Any]:
+    """All counts of a rank: a process group costs more than they do."""
+    kinds = (("ours", counts_of_a_step), ("by hand", counts_by_hand))
+    found: dict[str, Any] = {f"{name} {number}": counts(number) for name, counts in kinds for number in (2, 6)}
+    if dist.get_world_size() > 1:
+        found |= {"others": counts_of_other_steps(), "fit": counts_in_a_fit(), "skips": weights_after_skips()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[int, list[dict[str, Any]]]:
+    """World size → counts of each rank."""
+    return {size: run_ranks(size, counts_on_ranks, device="sim") for size in (1, 2)}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_leaves_the_queue_full_where_the_host_waits(world_size: int) -> None:
+def test_a_step_leaves_the_queue_full_where_the_host_waits(
+    world_size: int, counted: dict[int, list[dict[str, Any]]]
+) -> None:
     """Two waits, for the numbers of the loss and for the norm: behind the first the backward is queued, behind the
     second the update. More layers add no more launches than with FSDP2 by hand.
     """
-    ours, more = (run_ranks(world_size, counts_of_a_step, number, device="sim")[0] for number in (2, 6))
-    hand, more_by_hand = (run_ranks(world_size, counts_by_hand, number, device="sim")[0] for number in (2, 6))
+    ours, more, hand, more_by_hand = (
+        counted[world_size][0][name] for name in ("ours 2", "ours 6", "by hand 2", "by hand 6")
+    )
     for counts in (ours, more):
         assert (counts["waits"], counts["drains"]) == (2, 0), counts
     assert more["launches"] - ours["launches"] <= more_by_hand["launches"] - hand["launches"], (ours, more)
@@ -129,9 +147,9 @@ def counts_of_other_steps() -> list[dict[str, int]]:
     return [parts, counts_of(lambda: train_step(scaled, another, batch, loss=square))]
 
 
-def test_parts_and_replicated_parameters_add_no_wait_that_drains() -> None:
+def test_parts_and_replicated_parameters_add_no_wait_that_drains(counted: dict[int, list[dict[str, Any]]]) -> None:
     """A wait for the numbers of each part, behind which its backward is queued."""
-    parts, scaled = run_ranks(2, counts_of_other_steps, device="sim")[0]
+    parts, scaled = counted[2][0]["others"]
     assert (parts["waits"], parts["drains"]) == (5, 0), parts
     assert (scaled["waits"], scaled["drains"]) == (2, 0), scaled
 
@@ -179,8 +197,8 @@ def counts_in_a_fit() -> list[dict[str, int]]:
     return found
 
 
-def test_a_run_reads_the_norm_of_a_step_when_the_next_is_queued() -> None:
-    for counts in run_ranks(2, counts_in_a_fit, device="sim")[0][2:]:
+def test_a_run_reads_the_norm_of_a_step_when_the_next_is_queued(counted: dict[int, list[dict[str, Any]]]) -> None:
+    for counts in counted[2][0]["fit"][2:]:
         assert (counts["waits"], counts["drains"]) == (2, 0), counts
 
 
@@ -203,7 +221,7 @@ def weights_after_skips() -> list[torch.Tensor]:
     return [local_tensor(parameter).cpu() for parameter in module.parameters()]
 
 
-def test_a_batch_that_is_skipped_leaves_no_update_queued() -> None:
+def test_a_batch_that_is_skipped_leaves_no_update_queued(counted: dict[int, list[dict[str, Any]]]) -> None:
     module, targets = blocks(2), make_targets()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     for first in (0, 2 * ROWS):
@@ -213,7 +231,7 @@ def test_a_batch_that_is_skipped_leaves_no_update_queued() -> None:
         (total / count).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-    found = run_ranks(2, weights_after_skips, device="sim")
+    found = [one["skips"] for one in counted[2]]
     for index, expected in enumerate(module.parameters()):
         torch.testing.assert_close(torch.cat([shards[index] for shards in found]), expected.detach())
 

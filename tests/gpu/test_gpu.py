@@ -79,7 +79,7 @@ def shares(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(COUNT < 2 and not is_shareable(), reason="fewer than two GPUs, which ranks cannot share here")
-@pytest.mark.parametrize("name", [call.__name__ for call in HANGS])
+@pytest.mark.parametrize("name", HANGS)
 def test_of_two_ranks_the_one_that_hangs_is_known(name: str, shares: list[dict[str, float]]) -> None:
     waits, hangs = (share[name] for share in shares)
     assert hangs == 0

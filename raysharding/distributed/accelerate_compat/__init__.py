@@ -71,26 +71,18 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
             "activation checkpointing goes by the wrap policy, and the plugin has none: set auto_wrap_policy to "
             "'transformer_based_wrap' or 'size_based_wrap'"
         )
+    modules = [module for _, module in named_submodules(model)]
+    done = {
+        child for module in modules if isinstance(module, ActivationWrapper) for child in (module, *module.children())
+    }
     wrappers: dict[nn.Module, nn.Module] = {}
-    for module in _checkpointable(model):
-        if predicate(module):
+    for module in modules[1:]:
+        has_forward = type(module).forward is not nn.Module.forward
+        if module not in done and has_forward and predicate(module):
             wrapped = checkpoint_wrapper(module, context_fn=partial(contexts_of, module))
             wrappers[module] = offload_wrapper(wrapped) if plugin.activation_checkpointing_offload else wrapped
-    for _, parent in named_submodules(model):
+    for parent in modules:
         for name, child in parent._modules.items():
             if child in wrappers:
                 parent._modules[name] = wrappers[child]
     return model
-
-
-def _checkpointable(model: nn.Module) -> list[nn.Module]:
-    """Return the modules below the root that have a forward and no wrapper."""
-    modules = [module for _, module in named_submodules(model)]
-    wrapped = {child for module in modules if isinstance(module, ActivationWrapper) for child in module.children()}
-    return [
-        module
-        for module in modules[1:]
-        if module not in wrapped
-        and not isinstance(module, ActivationWrapper)
-        and type(module).forward is not nn.Module.forward
-    ]

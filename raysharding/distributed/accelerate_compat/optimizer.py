@@ -53,27 +53,25 @@ def _partners(
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Return original → sharded parameter, for all parameters of the optimizer."""
     switched: dict[torch.Tensor, torch.Tensor] = {}
-    taken: dict[int, str] = {}
+    taken: set[int] = set()
     problems = []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or ()
         for place, parameter in enumerate(group["params"]):
-            name = f"{names[place]} " if place < len(names) else ""
-            label = f"{name}(group {index}, parameter {place}, shape {tuple(parameter.shape)})"
             new = mapping.get(_address(parameter))
-            if new is None:
-                problems.append(f"{label}: no sharded parameter for data_ptr {_address(parameter)}")
-            elif id(new) in taken:
-                problems.append(f"{label}: data_ptr {_address(parameter)} is also that of {taken[id(new)]}")
-            else:
-                switched[parameter] = new
-                taken[id(new)] = label
+            if new is None or id(new) in taken:
+                name = f"{names[place]} " if place < len(names) else ""
+                known = "no" if new is None else "the same as another's"
+                where = f"group {index}, parameter {place}, shape {tuple(parameter.shape)}"
+                problems.append(f"{name}({where}): {known} sharded parameter for data_ptr {_address(parameter)}")
+                continue
+            switched[parameter] = new
+            taken.add(id(new))
     if problems:
-        listed = "; ".join(problems)
         raise KeyError(
             f"{len(problems)} of the optimizer's parameters have no partner of their own among {len(mapping)} sharded "
-            f"ones: {listed}. Take the addresses before the model is sharded, moved or cast, and give the optimizer "
-            "parameters of this model only; nothing was switched"
+            f"ones: {'; '.join(problems)}. Take the addresses before the model is sharded, moved or cast, and give the "
+            "optimizer parameters of this model only; nothing was switched"
         )
     return switched
 

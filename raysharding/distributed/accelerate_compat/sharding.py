@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from raysharding.config import Sharding
-from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
+from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy, min_num_params
 from raysharding.distributed.comm import get_world_size
 from raysharding.distributed.fully_shard import warn_once
 from raysharding.torch_internals import BatchNorm
@@ -60,8 +60,7 @@ def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
     base = getattr(policy, "func", policy)
     if base is size_based_auto_wrap_policy and (model is None or plugin.fsdp_version != 2):
         # FSDP1's own rule is `wrap="size"`; accelerate's on FSDP2 counts parameters of inner groups, too.
-        given = getattr(policy, "keywords", {}).get("min_num_params", 100_000_000)
-        size = given if plugin.min_num_params is None else plugin.min_num_params
+        size = min_num_params(plugin)
         return {"wrap": "size", "min_num_params": size} if size > 0 else {"wrap": "none"}
     if model is not None:
         predicate = fsdp2_prepare_auto_wrap_policy(plugin, model)

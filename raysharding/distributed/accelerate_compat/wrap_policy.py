@@ -26,8 +26,11 @@ from raysharding.torch_internals import recursive_wrap
 
 Predicate = Callable[[nn.Module], bool]
 
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""FSDP1's own, where a plugin holds the size-based policy but no size."""
+
+def min_num_params(plugin: Any) -> int:
+    """Return the size of a size-based policy: the plugin's, else that of the policy's partial, else FSDP1's."""
+    given: int = getattr(plugin.auto_wrap_policy, "keywords", {}).get("min_num_params", 100_000_000)
+    return given if plugin.min_num_params is None else int(plugin.min_num_params)
 
 
 def _is_of_classes(classes: tuple[type[nn.Module], ...], module: nn.Module) -> bool:
@@ -61,12 +64,9 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
         PlanError: (a ValueError) A class that was asked for is in no module of the model.
     """
     policy = fsdp2_plugin.auto_wrap_policy
-    keywords: dict[str, Any] = {}
-    base = policy
-    if isinstance(policy, functools.partial):
-        base, keywords = policy.func, policy.keywords
     if policy is None:
         return None
+    base, keywords = getattr(policy, "func", policy), getattr(policy, "keywords", {})
     if base is transformer_auto_wrap_policy:
         names = fsdp2_plugin.transformer_cls_names_to_wrap
         if names is None and "transformer_layer_cls" in keywords:
@@ -74,10 +74,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
         wanted = (getattr(model, "_no_split_modules", None) or ()) if names is None else names
         return functools.partial(_is_of_classes, classes_named(model, wanted, strict=names is not None))
     if base is size_based_auto_wrap_policy:
-        size = fsdp2_plugin.min_num_params
-        if size is None:
-            size = keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS)
-        return functools.partial(_is_larger_than, size)
+        return functools.partial(_is_larger_than, min_num_params(fsdp2_plugin))
     ignored = fsdp2_plugin.ignored_modules
     chosen = Sharding(ignored_modules=ignored if isinstance(ignored, str) else tuple(ignored or ()))
     return frozenset(_picked(policy, model, ignored_modules(model, chosen))).__contains__

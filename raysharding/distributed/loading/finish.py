@@ -52,7 +52,8 @@ def finish(
     with agreeing():  # magnitudes are computed from all weights, and checksums of all bytes
         if error is not None:
             raise error
-        context.progress("finalize", plan.buckets.total_bytes, plan.buckets.total_bytes, "")
+        total = sum(map(plan.buckets.payload_bytes, range(len(plan.buckets))))
+        context.progress("finalize", total, total, "")
         if ruled := [name for name, layer in layers.items() if layer is None]:
             initialiser = Initialiser(context.module, context.loading.seed)
             for name in ruled:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -25,7 +25,6 @@ from raysharding.config import Loading
 from raysharding.distributed.comm import BUCKETS_PER_CHECK, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
-    local_tensor,
     materialize,
     message_device,
     module_tensors,
@@ -40,14 +39,11 @@ from raysharding.distributed.loading.plan import (
     LoadPlan,
     Origin,
     Progress,
-    Proposal,
     agree_on_plan,
     make_source,
-    propose_load,
     silent,
 )
 from raysharding.distributed.loading.report import LoadReport
-from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
     JOB_BYTES,
     Broadcast,
@@ -61,9 +57,7 @@ from raysharding.distributed.transfer import (
     Slot,
     SlotBytes,
     connect_ranks,
-    is_fresh,
     make_ring,
-    prefault,
     share_rings,
 )
 from raysharding.errors import CheckpointError
@@ -132,29 +126,14 @@ def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Pro
     shards, peak = ShardMap.of(tensors), MemoryPeak(device)
     context = LoadContext(module, loading, progress, stall_s, shards, device, peak, checksums, started)
     progress("plan", 0, 0, "")
-    # Ranks allocate while rank 0 reads headers, unless memory depends on the plan (mapped files, a state dict).
-    is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
-    proposal: Proposal | None = None
-    error: Exception | None = None
-    memory: list[torch.Tensor] = []
     with ExitStack() as undo:
-        try:
-            proposal = propose_load(module, tensors, origin, loading)
-            if is_early:
-                tensors = _allocate(context, tensors, None, undo)
-                memory = [local_tensor(tensor) for tensor in tensors.values()]
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-            error = raised
-        fresh = is_fresh(memory)
-        with prefault(memory if fresh else []):
-            plan = agree_on_plan(proposal, error, context)
-            if shards.rank == 0:
-                reads = plan.read_plan
-                _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
-            if not is_early:
-                with agreeing():  # the others would wait in the stream for a rank that failed
-                    tensors = _allocate(context, tensors, plan, undo)
-            error, measured = _stream(context, plan, tensors, fresh)
+        plan = agree_on_plan(context, tensors, origin)
+        if shards.rank == 0:
+            reads = plan.read_plan
+            _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
+        with agreeing():  # the others would wait in the stream for a rank that failed
+            tensors = _allocate(context, tensors, plan, undo)
+        error, measured = _stream(context, plan, tensors)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
     if plan.outline.base is not None:
@@ -163,26 +142,25 @@ def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Pro
 
 
 def _allocate(
-    context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan | None, undo: ExitStack
+    context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan, undo: ExitStack
 ) -> dict[str, torch.Tensor]:
     """Allocate or map the memory of the module. Not collective.
 
     Args:
         context: The load.
         tensors: FQN → tensor of the module, on meta or real.
-        plan: States which tensors are mapped, and which a state dict names. `None`: all tensors get memory.
+        plan: States which tensors are mapped, and which a state dict names.
         undo: Moves the tensors back to meta after a failure, so that uninitialised values cannot be used.
 
     Returns:
         FQN → current tensor of the module.
     """
-    mapped = {}
-    if plan is not None and plan.mapped:
+    mapped, named = {}, None
+    if plan.mapped:
         assert plan.files is not None, "every rank reads"
         found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
         mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
-    named = None
-    if plan is not None and plan.outline.file_locations is None:
+    if plan.outline.file_locations is None:
         named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
         named.update(id(tensors[fqn]) for fqn in plan.outline.initialised)
     undo.callback(materialize(context.module, context.device, mapped, named))
@@ -190,7 +168,7 @@ def _allocate(
 
 
 def _stream(
-    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
+    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Exception | None, dict[str, Any]]:
     """Transfer all buckets of a plan; collective.
 
@@ -198,7 +176,6 @@ def _stream(
         context: This load.
         plan: What moves.
         tensors: FQN → tensor of the module, with memory.
-        fresh: True if that memory was never touched.
 
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
@@ -210,7 +187,7 @@ def _stream(
         done = min(ends[index] + num_bytes, ends[index + 1])
         context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
 
-    local_shards = LocalShards(plan.buckets.tensors, tensors, fresh)
+    local_shards = LocalShards(plan.buckets.tensors, tensors)
     transport, slots = _make_transport(context, plan, local_shards)
     stream = BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
@@ -226,15 +203,14 @@ def _stream(
         "wire_bytes": transport.wire_bytes,
         "shared_bytes": transport.shared_bytes,
         "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in slots),
-        **{name: getattr(stream, name) for name in ("read_s", "send_s", "place_s")},
     }
 
 
 def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
-    """Make transport and ring of the plan; collective, unless no rank needs a ring."""
-    rank, buckets = context.shards.rank, plan.buckets
+    """Make transport and ring of the plan; collective."""
+    rank = context.shards.rank
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
     rings = SharedRings({}, {}, ())
@@ -243,18 +219,16 @@ def _make_transport(
         slot = SlotBytes(whole if plan.files is not None else 0, whole)
         transport = Broadcast(routes, context.stall_s)
     else:
-        in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
-        converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
-        slot = routes.slot_bytes(buckets, rank, in_place, converted)
+        slot = routes.slot_bytes(plan.buckets, rank, local_shards)
         # Only for host memory; NCCL uses shared memory itself.
-        if context.loading.shared_memory and context.device.type == "cpu" and routes.any_travels(buckets):
-            rings = share_rings(max(slot) if plan.files is not None and routes.any_travels(buckets, rank) else 0)
+        if context.loading.shared_memory and context.device.type == "cpu":
+            rings = share_rings(max(slot) if plan.files is not None else 0)
         # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
         patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
         memory_of = partial(local_shards.memory, device_type=context.device.type)
         transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
     # One rank alone can run out of memory for its ring: the others would wait for it in the stream.
-    with nullcontext() if plan.is_straight else agreeing():
+    with agreeing():
         flag = torch.zeros(1, device=context.device)
         shared = rings.rings.get(rank)
         ring = make_ring(slot, context.device) if shared is None else [Slot(buffer, buffer) for buffer in shared.slots]
@@ -283,7 +257,7 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader:
         piece_bytes = JOB_BYTES if is_accelerator(context.device) else None
-        source = make_source(plan.match, reader, plan.extents, context.loading, context.checksums, piece_bytes)
+        source = make_source(plan.match, reader, plan.extents, context.checksums, piece_bytes)
         error = stream.run(source, num_threads)
         if error is None:
             try:

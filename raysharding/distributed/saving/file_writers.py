@@ -162,7 +162,8 @@ def write_tensors(
         dtypes = {run.source: saved.dtype for saved in layout.values() for run in saved.runs}
         options: dict[str, Any] = {"beside": beside, "in_order": is_remote(directory), "dtypes": dtypes}
         gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
-        gather.run(on_round)
+        for done in gather.rounds():
+            on_round(done)
         # A full disk on one rank fails the save on all; without this, the others would commit.
         writers.merge(agree(writers.error, writers.for_others()))
         return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written))
@@ -226,10 +227,8 @@ class _Writers:
             Ranks whose files this rank writes its shards into.
         """
         joined: list[int] = []
-        if is_remote(self._directory):
-            return joined
         for rank, one in enumerate(made):
-            if rank == self._rank or one["host"] != made[self._rank]["host"]:
+            if rank == self._rank or one["host"] != made[self._rank]["host"] or not one["inodes"]:
                 continue
             try:
                 guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
@@ -253,16 +252,12 @@ class _Writers:
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write values of a gather."""
-        if self.error is None:
-            try:
-                self._write(name, first, values)
-            except Exception as error:  # noqa: BLE001 - see the class
-                self.error = error
-
-    def _write(self, source: str, first: int, values: torch.Tensor) -> None:
-        for key, at, start, stop in self._runs.parts(source, first, values.numel()):
-            dtype = self._layout[key].dtype
-            self._file_of[key].write_at(key, at * dtype.itemsize, as_bytes(values[start:stop].to(dtype)))
+        try:
+            for key, at, start, stop in self._runs.parts(name, first, values.numel()) if self.error is None else ():
+                dtype = self._layout[key].dtype
+                self._file_of[key].write_at(key, at * dtype.itemsize, as_bytes(values[start:stop].to(dtype)))
+        except Exception as error:  # noqa: BLE001 - see the class
+            self.error = error
 
     def close(self) -> Exception | None:
         """Sync and close all files, and fill `written`; return the first error."""

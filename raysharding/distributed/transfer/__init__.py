@@ -2,7 +2,6 @@
 
 from raysharding.distributed.transfer.bucket_plan import (
     BUCKET_BYTES,
-    STRAIGHT_BYTES,
     BucketPlan,
     PlannedTensor,
     Segment,
@@ -32,8 +31,6 @@ from raysharding.distributed.transfer.memory import (
     MemoryPeak,
     available_bytes,
     back,
-    is_fresh,
-    prefault,
     resident_bytes,
 )
 from raysharding.distributed.transfer.shared_memory import (
@@ -57,9 +54,7 @@ from raysharding.distributed.transfer.sources import (
     TensorSource,
     as_bytes,
     as_memory,
-    extents_from_json,
     extents_of,
-    extents_to_json,
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream

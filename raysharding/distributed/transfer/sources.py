@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -75,8 +74,14 @@ class Extent(NamedTuple):
     """Checkpoint key of the bytes."""
     key_offset: int
     """First byte of the key's tensor in the file."""
-    dtype: torch.dtype
-    """dtype in the file."""
+    dtype_name: str
+    """dtype in the file, such as `bfloat16`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype in the file."""
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
 
 
 _Part = tuple[Extent, "Request"]
@@ -93,24 +98,9 @@ def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
     for run in target.runs:
         info = checkpoint.tensors[run.source]
         offset = info.offset + run.source_start * info.dtype.itemsize
-        extents.append(
-            Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, info.dtype)
-        )
+        dtype = str(info.dtype).removeprefix("torch.")
+        extents.append(Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, dtype))
     return tuple(extents)
-
-
-def extents_to_json(extents: Extents) -> Any:
-    """Encode as JSON."""
-    if extents is None:
-        return None
-    return [(*extent[:-1], str(extent.dtype).removeprefix("torch.")) for extent in extents]
-
-
-def extents_from_json(value: Any) -> Extents:
-    """Undo `extents_to_json`."""
-    if value is None:
-        return None
-    return tuple(Extent._make((*fields, getattr(torch, dtype))) for *fields, dtype in value)
 
 
 class Request(NamedTuple):
@@ -163,7 +153,7 @@ class TensorSource(ABC):
     """Reads ranges of full tensors through their extents, or through transformers' own operations.
 
     A tensor with extents is read range by range, never as a whole. A tensor without extents (a transpose, a RoPE
-    permutation) is converted as a whole, once, on rank 0, and cached.
+    permutation) is converted as a whole, on rank 0, and the last one is kept: the next bucket may continue it.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -172,9 +162,7 @@ class TensorSource(ABC):
     """FQN → extents."""
     targets: Mapping[str, Target]
     """FQN → target; needed only for conversions."""
-    cache_bytes: int
-    """Size of the cache of converted targets: that of a bucket, whose sections request ranges in turn."""
-    _kept: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _converted: tuple[str, torch.Tensor] | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -217,27 +205,19 @@ class TensorSource(ABC):
         """Return jobs that fill the memory of requests that lie in one extent each."""
 
     def _compute(self, fqn: str, wanted: Sequence[Request], filled: Callable[[Sequence[Request]], None]) -> None:
-        # One thread at a time: each target is computed once, and those in memory are counted.
+        # One thread at a time: one target is in memory.
         with self._lock:
-            whole = self._converted(fqn)
+            if self._converted is None or self._converted[0] != fqn:
+                self._converted = None  # before the next one is computed
+                self._converted = fqn, self.targets[fqn].convert(self._read_whole).reshape(-1)
             for request in wanted:
-                torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
+                part = self._converted[1][request.start : request.stop]
+                torch.frombuffer(request.memory, dtype=request.dtype).copy_(part)
         filled(wanted)
 
     @abstractmethod
     def _read_whole(self, key: str) -> torch.Tensor:
         """Return the full tensor of a checkpoint key, on the CPU."""
-
-    def _converted(self, fqn: str) -> torch.Tensor:
-        """Return the flattened value that transformers' operations compute, on the CPU."""
-        if fqn not in self._kept:
-            target = self.targets[fqn]
-            num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Evict the oldest, before the next one is computed.
-            while self._kept and num_bytes + sum(value.nbytes for value in self._kept.values()) > self.cache_bytes:
-                del self._kept[next(iter(self._kept))]
-            self._kept[fqn] = target.convert(self._read_whole).reshape(-1)
-        return self._kept[fqn]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -64,8 +64,6 @@ class ReadAhead:
     """Jobs that run at once."""
     error: Exception | None = None
     """The first error of a read."""
-    read_s: float = 0.0
-    """Seconds of reading, of one thread on average."""
 
     def __post_init__(self) -> None:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
@@ -79,9 +77,8 @@ class ReadAhead:
         self._taken = 0
         make = partial(threading.Thread, daemon=True)
         self._thread = make(target=self._run, args=(self._offer,), name="raysharding-read-ahead")
-        # Without a device the first thread reads, too: beside few readers, one that only waits would cost more.
-        num_others = self.num_threads - (self._stream is None)
-        self._readers = [make(target=self._run, args=(self._work,), name="raysharding-read") for _ in range(num_others)]
+        readers = range(self.num_threads)
+        self._readers = [make(target=self._run, args=(self._work,), name="raysharding-read") for _ in readers]
 
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
@@ -97,7 +94,7 @@ class ReadAhead:
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
         until = monotonic() + _END_S
         self._thread.join(_END_S)
-        for _ in (*self._readers, self._thread):
+        for _ in self._readers:
             self._jobs.put(None)
         for thread in self._readers:
             thread.join(max(0.0, until - monotonic()))  # it holds the memory that it read into last
@@ -169,9 +166,6 @@ class ReadAhead:
             self._num_left[index % len(self.slots)] = len(jobs)
             for job in jobs:
                 self._jobs.put((index, job))
-            if self._stream is None:
-                with suppress(queue.Empty):
-                    self._work(block=False)
 
     def _wait_for_copies(self, slot: Slot) -> None:
         """Wait until a buffer may be read into, and let copies wait until its bytes on the device were sent."""
@@ -180,15 +174,13 @@ class ReadAhead:
         if self._stream is not None and slot.sent is not None:
             self._stream.wait_event(slot.sent)
 
-    def _work(self, block: bool = True) -> None:
-        while (item := self._jobs.get(block)) is not None:
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
             index, job = item
-            started = perf_counter()
             with self._catching():
                 if self.error is None and not self._stopped:
                     job()
             with self._lock:
-                self.read_s += (perf_counter() - started) / self.num_threads
                 self._num_left[index % len(self.slots)] -= 1
                 is_last = not self._num_left[index % len(self.slots)]
             if is_last:
@@ -218,12 +210,12 @@ class ReadAhead:
             alone = self.transport.is_alone(index, section)
             for segment in section.segments:
                 memory = self.local_shards.memory(segment, "cpu") if alone else None
-                if memory is not None:
-                    requests.append(self._request(segment, as_memory(memory)))
-                    continue
                 first = offsets[section.shard_index] + segment.offset
-                part = slot.memory[first : first + segment.num_bytes]
-                requests.append(self._request(segment, part, _Staged(segment, first, alone)))
+                part = slot.memory[first : first + segment.num_bytes] if memory is None else as_memory(memory)
+                staged = _Staged(segment, first, alone) if memory is None else None
+                planned = self.plan.tensors[segment.tensor]
+                wanted = (planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype)
+                requests.append(Request(*wanted, part, staged))
         return self.source.jobs(requests, partial(self._copy, slot))
 
     def _copy(self, slot: Slot, parts: Sequence[Request]) -> None:
@@ -248,10 +240,6 @@ class ReadAhead:
             for piece in sent if self._stream is not None else ():
                 slot.wire[piece].copy_(slot.host[piece], non_blocking=True)
 
-    def _request(self, segment: Segment, memory: memoryview, staged: _Staged | None = None) -> Request:
-        planned = self.plan.tensors[segment.tensor]
-        return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory, staged)
-
 
 @dataclass
 class BucketStream:
@@ -269,12 +257,6 @@ class BucketStream:
     """Samples the memory of this process after each bucket."""
     progress: Callable[[int, int], None]
     """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
-    read_s: float = 0.0
-    """Seconds of reading files, of one of the threads on average."""
-    send_s: float = 0.0
-    """Seconds of starting and waiting for messages."""
-    place_s: float = 0.0
-    """Seconds of copying from buffers into shards."""
 
     def run(self, source: TensorSource | None, num_threads: int = 1) -> Exception | None:
         """Read, send, receive and place every bucket.
@@ -291,15 +273,21 @@ class BucketStream:
             return self._run(None)
         shards, slots = self.local_shards, self.slots
         with ReadAhead(self.plan, source, self.transport, shards, slots, self.device, num_threads) as ahead:
-            error = self._run(ahead)
-        self.read_s = ahead.read_s
-        return error
+            return self._run(ahead)
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         flag = FailureFlag(len(self.plan), self.timeout_s)
         error: Exception | None = None
-        for index in range(len(self.plan)):
-            error = self._finish(self._start(index, ahead), ahead, error)
+        for index, bucket in enumerate(self.plan):
+            if ahead is not None:
+                ahead.next(self.timeout_s, partial(self.progress, index))
+            transfer = BucketTransfer(index, bucket, self.slots[index % len(self.slots)].wire)
+            self.transport.start(transfer)
+            self.transport.arrive(transfer)
+            error = error or (None if ahead is None else ahead.error) or self._place(transfer)
+            self.transport.release(transfer)
+            if ahead is not None:
+                ahead.release(index)
             self.peak.sample()
             self.progress(index, self.plan.payload_bytes(index))
             if flag.check(index, failed=error is not None):
@@ -310,36 +298,8 @@ class BucketStream:
             wait_for_event(device_module(self.device).current_stream(self.device).record_event(), self.timeout_s)
         return error
 
-    def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
-        if ahead is not None:
-            ahead.next(self.timeout_s, partial(self.progress, index))
-        transfer = BucketTransfer(index, self.plan[index], self.slots[index % len(self.slots)].wire)
-        with self._sending():
-            self.transport.start(transfer)
-        return transfer
-
-    def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
-        with self._sending():
-            self.transport.arrive(transfer)
-        if ahead is not None:
-            error = error or ahead.error
-        if error is None:
-            error = self._place(transfer)
-        with self._sending():
-            self.transport.release(transfer)
-        if ahead is not None:
-            ahead.release(transfer.index)
-        return error
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        started = perf_counter()
-        yield
-        self.send_s += perf_counter() - started
-
     def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy received sections into the shards. Return an error, which all ranks exchange later."""
-        started = perf_counter()
         try:
             for section, memory in self.transport.received(transfer):
                 for segment in section.segments:
@@ -347,6 +307,4 @@ class BucketStream:
                         self.local_shards.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])
         except RuntimeError as error:  # usually out of memory
             return error
-        finally:
-            self.place_s += perf_counter() - started
         return None

@@ -33,15 +33,16 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import Progress
 from raysharding.distributed.saving import model_contents
-from raysharding.distributed.transfer import MemoryPeak, host_identity, saved_tensors
+from raysharding.distributed.transfer import MemoryPeak, host_identity
 from raysharding.distributed.weights.connect_links import connect_links
 from raysharding.distributed.weights.copy_plan import Bucket, CopyPlan, Pair, bucket_bytes, plan_copy
 from raysharding.distributed.weights.copy_spec import CopySpec
 from raysharding.distributed.weights.links import NUM_SLOTS, Link
+from raysharding.distributed.weights.merged_shards import base_tensors
 from raysharding.distributed.weights.model_layout import ModelLayout, differences
 from raysharding.distributed.weights.plan_shards import PlanShards
 from raysharding.errors import PlanError, RayshardingError, said
-from raysharding.models import adapter_scale, plain_names
+from raysharding.models import adapter_scale
 
 
 class WeightCopy:
@@ -193,21 +194,12 @@ class WeightCopy:
         The tensors have the names that both groups use.
         """
         try:
-            tensors, names = self._tensors(module, spec)
-            layout = ModelLayout.of(tensors, names)
+            tensors = base_tensors(module) if self._is_source and spec.merge else model_contents(module)[0]
+            layout = ModelLayout.of(tensors)
         except ValueError as error:
             return {"problem": str(error), "is_source": self._is_source}, {}
         described = {"layout": layout.to_json(), "adapters": adapter_scale(module), "is_source": self._is_source}
-        return described, {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
-
-    def _tensors(self, module: nn.Module, spec: CopySpec) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the tensors of this side by FQN, and other names that they have for the other group."""
-        if self._is_source and spec.merge:
-            if adapter_scale(module) is None:
-                raise PlanError("merge=True, but the source has no adapters: leave merge out")
-            plain = plain_names(module)
-            return {fqn: tensor for fqn, tensor in saved_tensors(module).items() if fqn in plain}, plain
-        return model_contents(module)[0], {}
+        return described, tensors
 
     def _gather_adapters(self, module: nn.Module, error: Exception | None) -> Exception | None:
         """Gather the adapters on every rank of the source; return the error that ends the copy, `None` without one.

@@ -22,10 +22,9 @@ from raysharding.arguments import check_int
 from raysharding.distributed.comm import all_gather_ints, all_gather_json, get_rank, get_world_size
 from raysharding.distributed.fully_shard import local_tensor, message_device, reshard, unwrapped
 from raysharding.distributed.saving import model_contents
-from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, saved_tensors, wire_dtype
-from raysharding.distributed.weights.merged_shards import MergedShards
-from raysharding.errors import PlanError
-from raysharding.models import RunIndex, SavedTensor, adapter_scale, plain_names, saved_layout
+from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, wire_dtype
+from raysharding.distributed.weights.merged_shards import MergedShards, base_tensors
+from raysharding.models import RunIndex, SavedTensor, saved_layout
 
 _iterating: list[WeightStream] = []
 """Streams of this process whose iterators have begun and are not closed: a traceback may hold one that has failed."""
@@ -70,7 +69,11 @@ class WeightStream:
         _check(ranks, bucket_bytes, dtype)
         module = unwrapped(module)
         reshard(module)
-        tensors, layout = _merged_contents(module) if merge else model_contents(module)
+        if merge:
+            tensors = base_tensors(module)
+            layout = saved_layout(module, tensors, merged=True)
+        else:
+            tensors, layout = model_contents(module)
         names = list(dict.fromkeys(run.source for saved in layout.values() for run in saved.runs))
         device = message_device(module)
         self._assembly = _Assembly(layout, device, dtype)
@@ -224,15 +227,6 @@ def _check(ranks: Any, bucket_bytes: Any, dtype: Any) -> None:
     check_int("bucket_bytes", bucket_bytes)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r}: give a floating-point dtype, such as torch.bfloat16, or None")
-
-
-def _merged_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[str, SavedTensor]]:
-    """Return as `model_contents` the tensors of the model without adapters, and their layout."""
-    if adapter_scale(module) is None:
-        raise PlanError("merge=True, but the model has no adapters: leave merge out")
-    held = saved_tensors(module)
-    plain = {name: held[fqn] for fqn, name in plain_names(module).items() if fqn in held}
-    return plain, saved_layout(module, plain, merged=True)
 
 
 class _Assembly:

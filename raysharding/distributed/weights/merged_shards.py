@@ -10,7 +10,20 @@ from torch import nn
 from raysharding.distributed.comm import get_world_size
 from raysharding.distributed.fully_shard import message_device
 from raysharding.distributed.transfer import full_memory, gather_into, saved_tensors
-from raysharding.models import AdapterMerge, adapter_merges
+from raysharding.errors import PlanError
+from raysharding.models import AdapterMerge, adapter_merges, adapter_scale, plain_names
+
+
+def base_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name in the model without adapters → tensor of a module that has adapters.
+
+    Raises:
+        PlanError: It has none.
+    """
+    if adapter_scale(module) is None:
+        raise PlanError("merge=True, but the source has no adapters: leave merge out")
+    held = saved_tensors(module)
+    return {name: held[fqn] for fqn, name in plain_names(module).items() if fqn in held}
 
 
 class MergedShards:

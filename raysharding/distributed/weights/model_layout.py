@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,69 +19,52 @@ class ModelLayout:
     """Layout of the tensors that a group sends, or receives, under the names that both groups have for them."""
 
     tensors: Mapping[str, TensorLayout]
-    """Name → layout. `fqn` is the tensor's name in this group's module."""
+    """Name → layout."""
     holders: Mapping[str, Holders]
     """Name → which ranks hold which shard; a replicated tensor has one shard, which every rank holds."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Self:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Return the layout of tensors of this rank's module; the same on every rank of the group. Not collective.
-
-        Args:
-            tensors: FQN → parameter or buffer.
-            names: FQN → name for the other group, where it differs.
 
         Raises:
             ValueError: A tensor is sharded in a way that this library does not make.
         """
-        layouts: dict[str, TensorLayout] = {}
+        layouts = {name: tensor_layout(name, tensor) for name, tensor in tensors.items()}
         holders: dict[str, Holders] = {}
         for part in by_mesh(tensors):
             shards = ShardMap.of(part)
             everywhere = (tuple(sorted(rank for ranks in shards.holders for rank in ranks)),)
-            for fqn, tensor in part.items():
-                name = names.get(fqn, fqn)
-                layouts[name] = tensor_layout(fqn, tensor)
-                holders[name] = shards.holders if layouts[name].num_shards else everywhere
-        # In the module's order: the parts of a module with several meshes would be one after the other.
-        order = [names.get(fqn, fqn) for fqn in tensors]
-        return cls({name: layouts[name] for name in order}, {name: holders[name] for name in order})
+            holders |= {name: shards.holders if layouts[name].num_shards else everywhere for name in part}
+        return cls(layouts, holders)
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as a JSON value."""
-        kinds = list(dict.fromkeys(self.holders.values()))
-        numbers = {kind: number for number, kind in enumerate(kinds)}
-        rows = [
-            [name, one.fqn, one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, numbers[held]]
-            for (name, one), held in zip(self.tensors.items(), self.holders.values(), strict=True)
-        ]
-        return {"holders": kinds, "tensors": rows}
+        return {
+            name: [one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, self.holders[name]]
+            for name, one in self.tensors.items()
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return the layout of which `to_json` made a value."""
-        kinds = [tuple(map(tuple, kind)) for kind in value["holders"]]
         tensors: dict[str, TensorLayout] = {}
         holders: dict[str, Holders] = {}
-        for name, fqn, shape, dtype, num_shards, number in value["tensors"]:
-            tensors[name] = TensorLayout(fqn, tuple(shape), getattr(torch, dtype), num_shards)
-            holders[name] = kinds[number]
+        for name, (shape, dtype, num_shards, held) in value.items():
+            tensors[name] = TensorLayout(name, tuple(shape), getattr(torch, dtype), num_shards)
+            holders[name] = tuple(map(tuple, held))
         return cls(tensors, holders)
 
 
 def differences(source: ModelLayout, target: ModelLayout) -> Iterator[str]:
     """Yield why the tensors of one group cannot be copied into another: names, shapes, kinds of dtype."""
-    yield from _one_sided(source.tensors, target.tensors, "the source has it, the target does not")
-    yield from _one_sided(target.tensors, source.tensors, "the target has it, the source does not")
-    for name, mine in source.tensors.items():
-        theirs = target.tensors.get(name)
-        if theirs is None:
-            continue
+    for name in sorted(source.tensors.keys() - target.tensors.keys()):
+        yield f"{name}: the source has it, the target does not"
+    for name in sorted(target.tensors.keys() - source.tensors.keys()):
+        yield f"{name}: the target has it, the source does not"
+    for name in [name for name in source.tensors if name in target.tensors]:
+        mine, theirs = source.tensors[name], target.tensors[name]
         if mine.shape != theirs.shape:
             yield f"{name}: shape {list(mine.shape)} in the source, {list(theirs.shape)} in the target"
         elif mine.dtype.is_floating_point != theirs.dtype.is_floating_point:
             yield f"{name}: {mine.dtype} in the source, {theirs.dtype} in the target"
-
-
-def _one_sided(these: Iterable[str], those: Mapping[str, Any], what: str) -> Iterator[str]:
-    return (f"{name}: {what}" for name in these if name not in those)

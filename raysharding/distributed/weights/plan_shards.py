@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ class PlanShards(LocalShards):
     def __init__(
         self, plan: CopyPlan, layout: ModelLayout, tensors: Mapping[str, torch.Tensor], *, staged: bool
     ) -> None:
-        layouts = [replace(layout.tensors[name], fqn=name) for name in plan.names]
+        layouts = [layout.tensors[name] for name in plan.names]
         super().__init__(list(map(PlannedTensor, layouts, plan.wire)), tensors)
         self._plan = plan
         self._live = self._flat

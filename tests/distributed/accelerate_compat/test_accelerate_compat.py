@@ -32,9 +32,7 @@ from torch.distributed.fsdp.wrap import (
 
 from raysharding.distributed import FullyShardedDataParallelPlugin, fsdp2_apply_ac, fsdp2_prepare_auto_wrap_policy
 from raysharding.errors import PlanError
-from tests.distributed.checks import run_checks
 from tests.models.architectures import ARCHITECTURES
-from tests.spawn import run_ranks
 
 MODELS = ("llama", "llama-tied", "gpt2", "bert", "t5", "mamba", "clip", "mixtral", "resnet")
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -312,28 +310,3 @@ def test_checkpointing_without_a_policy() -> None:
         oracle_apply_ac(accelerator, Stack())
     with pytest.raises(PlanError, match="set auto_wrap_policy"):
         fsdp2_apply_ac(accelerator, Stack())
-
-
-# --- B1, B6: in a process group ---------------------------------------------------------------------------------------
-
-CHECKS = (
-    "accelerate_compat.accelerate_checks.check_ram_efficient_loading",
-    "accelerate_compat.accelerate_checks.check_optimizer_switch",
-    "accelerate_compat.accelerate_checks.check_optimizer_switch_beside_accelerate",
-    "accelerate_compat.accelerate_checks.check_optimizer_without_partner",
-    "accelerate_compat.accelerate_checks.check_optimizer_bad_state",
-    "accelerate_compat.accelerate_checks.check_optimizer_dtype",
-)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    root = tmp_path_factory.mktemp("accelerate")
-    ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
-    return run_ranks(2, run_checks, CHECKS, root)
-
-
-@pytest.mark.timeout(80)
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_ranks(outcomes: list[dict[str, str]], check: str) -> None:
-    assert [outcome[check] for outcome in outcomes] == [""] * 2

@@ -43,6 +43,13 @@ def sharded(path: str | Path, sharding: Sharding | None = None, dtype: torch.dty
     return shard_module(module, init_mesh(device_type(), sharding), sharding)
 
 
+def loaded_odd(root: Path) -> Any:
+    """A loaded `Odd`."""
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    return module
+
+
 def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Everything, on rank 0."""
     return {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
@@ -61,19 +68,13 @@ def raised_everywhere(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list
 def check_odd_shapes(root: Path) -> None:
     """Every kind of tensor, bit for bit, by every transport; ties stay, buffers stay."""
     path = root / ODD
-    expected = filled().state_dict()
     reports = []
     for loading in (SOCKETS, Loading("broadcast", 64 << 10), Loading("scatter", 64 << 10), Loading()):
         module = sharded(path)
         reports.append(load_checkpoint(module, path, loading=loading))
         assert module.head.weight is module.embed.weight
         assert module.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
-        state = full_state(module)
-        if dist.get_rank() == 0:
-            assert set(state) == set(expected)
-            for name, tensor in expected.items():
-                assert state[name].dtype == tensor.dtype, name
-                assert torch.equal(state[name], tensor), name
+        require_filled(module)
         ids = torch.arange(8).view(2, 4)
         with torch.no_grad():
             torch.testing.assert_close(module.eval()(ids).cpu(), filled()(ids), rtol=0, atol=1e-6)
@@ -112,9 +113,11 @@ def check_training(root: Path) -> None:
 
 
 def require_filled(module: nn.Module) -> None:
-    """Every value is the checkpoint's."""
-    state = full_state(module)
-    for name, tensor in filled().state_dict().items() if dist.get_rank() == 0 else ():
+    """Names, dtypes and values are the checkpoint's."""
+    state, expected = full_state(module), filled().state_dict()
+    assert dist.get_rank() != 0 or set(state) == set(expected)
+    for name, tensor in expected.items() if dist.get_rank() == 0 else ():
+        assert state[name].dtype == tensor.dtype, name
         assert torch.equal(state[name], tensor), name
 
 
@@ -123,26 +126,26 @@ DTYPE_LOADS = (Loading("scatter", 64 << 10), Loading("local", 64 << 10))
 
 def check_dtypes(root: Path) -> None:
     """Files of four dtypes into models of three, in the narrower dtype on the wire."""
-    for file_dtype in FILE_DTYPES:
-        for target, loading in product((torch.float32, torch.bfloat16, torch.float16), DTYPE_LOADS):
-            path = root / f"{file_dtype}.safetensors"
-            module = sharded(path, dtype=target)
-            report = load_checkpoint(module, path, loading=loading)
-            narrower = min(file_dtype.itemsize, target.itemsize)
-            floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
-            if dist.get_rank() == 0:
-                # All but rank 0's own part of the sharded tensors leaves rank 0, in the narrower dtype.
-                share = (dist.get_world_size() - 1) / dist.get_world_size()
-                assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
-            saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
-            save_checkpoint(module, saved, overwrite=True)
-            state = full_state(module)
-            for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
-                assert torch.equal(state[name], tensor), name
-            for name, tensor in load_file(path).items() if dist.get_rank() == 0 else ():
-                want = tensor.to(target) if tensor.is_floating_point() else tensor
-                assert state[name].dtype == want.dtype, name
-                assert torch.equal(state[name], want), (name, file_dtype, target)
+    pairs = product(FILE_DTYPES, (torch.float32, torch.bfloat16, torch.float16))
+    for number, (file_dtype, target) in enumerate(pairs):
+        path = root / f"{file_dtype}.safetensors"
+        module = sharded(path, dtype=target)
+        report = load_checkpoint(module, path, loading=DTYPE_LOADS[number % 2])
+        narrower = min(file_dtype.itemsize, target.itemsize)
+        floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
+        if dist.get_rank() == 0:
+            # All but rank 0's own part of the sharded tensors leaves rank 0, in the narrower dtype.
+            share = (dist.get_world_size() - 1) / dist.get_world_size()
+            assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
+        saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
+        save_checkpoint(module, saved)
+        state = full_state(module)
+        for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
+            assert torch.equal(state[name], tensor), name
+        for name, tensor in load_file(path).items() if dist.get_rank() == 0 else ():
+            want = tensor.to(target) if tensor.is_floating_point() else tensor
+            assert state[name].dtype == want.dtype, name
+            assert torch.equal(state[name], want), (name, file_dtype, target)
 
 
 def check_plan_errors(root: Path) -> None:
@@ -164,7 +167,7 @@ def check_a_model_that_differs(root: Path) -> None:
     module = build_module(Odd, open_checkpoint(path), torch.float32 if dist.get_rank() == 0 else torch.bfloat16)
     shard_module(module, init_mesh(device_type()))
     errors = raised_everywhere(load_checkpoint, module, path)
-    assert all("ranks 1 built another model" in error for error in errors), errors
+    assert all("ranks 1, 2 built another model" in error for error in errors), errors
 
 
 def check_options_that_differ(root: Path) -> None:
@@ -177,8 +180,7 @@ def check_options_that_differ(root: Path) -> None:
 
 def check_a_reload(root: Path) -> None:
     """A module that has run a forward, whose root holds its full parameters, is loaded again."""
-    module = sharded(root / ODD)
-    load_checkpoint(module, root / ODD)
+    module = loaded_odd(root)
     ids = torch.arange(8).view(2, 4)
     with torch.no_grad():
         before = module.eval()(ids)

@@ -23,12 +23,10 @@ from raysharding.distributed.transfer import shared_memory as shared_ring
 from tests.distributed.loading.load_checks import (
     ODD,
     SOCKETS,
-    full_state,
     raised_everywhere,
     require_filled,
     sharded,
 )
-from tests.distributed.models import filled
 
 APART = "apart"
 """A directory that not every rank sees."""
@@ -40,7 +38,6 @@ REPLICATED_LOADS = (
     Loading("local", 64 << 10, shared_memory=False),
     Loading("local", 64 << 10),
     Loading("auto", num_readers=2),
-    Loading(),
 )
 
 
@@ -150,10 +147,7 @@ def check_a_rank_that_cannot_map(root: Path) -> None:
     finally:
         os.memfd_create = create
     assert refused.shared_bytes == 0
-    state = full_state(module)
-    if dist.get_rank() == 0:
-        for name, tensor in filled().state_dict().items():
-            assert torch.equal(state[name], tensor), name
+    require_filled(module)
     size = dist.get_world_size()
     if size > 1:
         assert 0 < report.wire_bytes < absent.wire_bytes or size == 2

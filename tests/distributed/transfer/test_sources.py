@@ -24,9 +24,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     monkeypatch.setattr(sources, "JOB_BYTES", 8000)
     checkpoint = open_checkpoint(tmp_path)
     offset = checkpoint.tensors["values"].offset
-    extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
+    extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, "int64"),)}
     with FileReader(checkpoint.files) as reader:
-        yield CheckpointSource({}, extents, {}, 0, reader, piece_bytes=8000)
+        yield CheckpointSource({}, extents, {}, reader, piece_bytes=8000)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
