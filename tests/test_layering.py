@@ -46,12 +46,11 @@ FLOORS = {
     "report": _floor(0, "", "reports for people: as text, and in notebooks as HTML"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
-    "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),
+    "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks, their outputs joined"),
     "checkpoint": _floor(
         1, "torch safetensors pyarrow huggingface_hub", "what is in the files; byte readers; the safetensors writer"
     ),
     "data": _floor(2, "torch pyarrow numpy datasets", "rows: where they are, their order, who takes which"),
-    "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(
         3, "torch accelerate numpy", "the SPMD layer: mesh, FSDP2, plan, transports, loading, saving, training"

@@ -44,6 +44,7 @@ from raysharding.worker.status import RankStatus, is_training
 Mode = Literal["train", "eval"]
 
 
+_NO_RUN = "load a checkpoint that fit saved, with an optimizer set, as by optimizer= of from_checkpoint"
 _BATCHES_A_STEP = 8
 _STEP_NAME = re.compile(r"step-\d+")
 
@@ -298,7 +299,7 @@ class Trainer:
             if position is not None and (found is None or found.run != position.run):
                 found = position
             if resume and found is None:
-                raise ValueError(f"resume=True, but there is no run to resume: {from_rank_0(self._why_no_run)}")
+                raise ValueError(f"resume=True, but there is no run to resume: {_NO_RUN}")
             module = self._status.module
             bounds = InputBounds.of(module).for_loss(plan.loss)
             self._fit = Fit(plan, self._status.device, found, bounds, module)
@@ -313,16 +314,6 @@ class Trainer:
                         check_writable(save_to)
             total_steps, in_files = self._fit.data_loader.total_steps, self._status.in_files
             return FitStart(self.position, total_steps, in_files, has_save, self.new_warning())
-
-    def _why_no_run(self) -> str:
-        """Return why the ranks hold no position of a run, for people, on the rank that sees the files."""
-        path = self._status.loaded
-        if path is None or position_of(path) is None:
-            return "load a checkpoint that fit saved, or leave out resume"
-        return (
-            f"{path} holds one, but its optimizer and position were not loaded, since no optimizer was set then: pass "
-            f"optimizer= to from_checkpoint, or call group.load({path!r}) now that one is set"
-        )
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
         """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.

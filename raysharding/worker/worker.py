@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharding.batch import Out, RankBatch
+from raysharding.batch import Out, RankBatch, RankOutput
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import Sidecars, new_token, seen_here
 from raysharding.config import Loading, Sharding
@@ -32,7 +32,6 @@ from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_d
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
-from raysharding.outputs import RankOutput
 from raysharding.worker.changes import version
 from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training

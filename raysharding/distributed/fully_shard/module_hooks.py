@@ -105,7 +105,7 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
         copy.record_stream(current)  # its memory is of the other stream, which would give it out again too soon
         return copy
 
-    return map_leaves(moved, tree, leaf=PackedSequence)
+    return map_leaves(moved, tree, is_leaf=lambda one: isinstance(one, PackedSequence))
 
 
 @functools.cache
