@@ -207,7 +207,7 @@ class RankBatch:
     fetch_s: float | None = None
     """Longest wait for the value of an `ObjectRef`, in seconds; `None`: no rank's arguments have one."""
     rows_per_item: int = 1
-    """Number of consecutive rows that belong together; see `Split`."""
+    """Number of consecutive rows that belong together."""
     is_replicated: bool = False
     """True if the call has neither `Split` nor `PerRank`: every rank computes the same."""
     dummy_rows: int | None = None
@@ -566,8 +566,8 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
 
 def _check_examples(split: Split) -> None:
     if not isinstance(split.value, list | tuple) or not callable(split.collate_fn) or split.dim:
-        told = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate_fn={split.collate_fn!r})"
-        raise ValueError(f"{told}: give a list of examples, collate_fn= a function of such a list, and no dim=")
+        what = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate_fn={split.collate_fn!r})"
+        raise ValueError(f"{what}: give a list of examples, collate_fn= a function of such a list, and no dim=")
 
 
 def _check_dim(what: str, dim: Any) -> None:

@@ -142,7 +142,7 @@ _PATH = "Hugging Face directory, .safetensors file, index JSON, hub id (org/name
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
-    # The package's own names are on a floor beside this one; see `versions_here`.
+    # The package's own names are on a floor beside this one.
     parser.add_argument("--version", action="version", version=f"raysharding {sys.modules['raysharding'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show a checkpoint's contents")

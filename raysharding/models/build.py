@@ -288,7 +288,7 @@ def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
 
 
 def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a configuration with other values; see `override_config`."""
+    """Return the fields of a configuration with other values."""
     names = dict(config.attribute_map)  # such as num_hidden_layers → n_layer
     # What `from_pretrained` takes beside a configuration's fields.
     known = {**config.to_dict(), **fields, "num_labels": config.num_labels, "attn_implementation": None}

@@ -62,7 +62,7 @@ class FitStart:
     has_save: bool
     """True if the directory of the run's saves holds that of this position; the weights may have changed since."""
     warning: str | None
-    """See `Trainer.new_warning`."""
+    """A warning about the trained weights' dtype that the driver has not had yet."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Trainer:
         self._warning: str | None = None
 
     def new_warning(self) -> str | None:
-        """Return what the driver is to warn of in the trained weights' dtype; `None` if nothing, or told before."""
-        told, self._warning = self._warning, precision_warning(self._status.module)
-        return None if self._warning == told else self._warning
+        """Return the warning about the trained weights' dtype; `None` without one, or if the last call returned it."""
+        last, self._warning = self._warning, precision_warning(self._status.module)
+        return None if self._warning == last else self._warning
 
     def set_optimizer(
         self,
@@ -175,11 +175,11 @@ class Trainer:
         mode: Mode | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> dict[str, float]:
-        """Take one optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
+        """Take one optimizer step over the whole batch. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.losses.loss_of_batch`.
+            loss: Called with the output; returns the loss. Default: the output's own.
             max_grad_norm: Clip to this global 2-norm. Default: only measure.
             mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
             gradient_accumulation_steps: Number of parts that the rows are split into, run one after the other.
@@ -205,11 +205,11 @@ class Trainer:
     def forward_backward(
         self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, sync: bool = True
     ) -> dict[str, float]:
-        """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
+        """Add a batch's gradients to those since the last update. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.losses.loss_of_batch`.
+            loss: Called with the output; returns the loss. Default: the output's own.
             mode: As for `train_step`.
             sync: Reduce the gradients over the ranks.
         """
@@ -223,7 +223,7 @@ class Trainer:
             return forward_backward(self._status.module, on_device, passes, loss=loss, training=training, sync=sync)
 
     def optim_step(self, max_grad_norm: float | None = None) -> dict[str, float]:
-        """Update the parameters with the gradients since the last update; see `distributed.training.step`. Collective.
+        """Update the parameters with the gradients since the last update. Collective.
 
         Args:
             max_grad_norm: As for `train_step`.
@@ -312,8 +312,8 @@ class Trainer:
                 with agreeing():  # before the first step, not at the first save
                     if self._status.local_rank == 0:
                         check_writable(save_to)
-            total_steps, in_files = self._fit.data_loader.total_steps, self._status.in_files
-            return FitStart(self.position, total_steps, in_files, has_save, self.new_warning())
+            total_steps, is_saved = self._fit.data_loader.total_steps, self._status.is_saved
+            return FitStart(self.position, total_steps, is_saved, has_save, self.new_warning())
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
         """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.
@@ -386,7 +386,7 @@ class Trainer:
         return self._dropped
 
     def evaluate(self, plan: EvaluationPlan | None) -> Iterator[dict[str, float] | None]:
-        """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
+        """Compute loss and metrics over data. Collective.
 
         Random generators have the same state after the evaluation as before, so that a run's steps do not depend on it.
 

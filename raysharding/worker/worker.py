@@ -252,7 +252,7 @@ class Worker:
     def generate(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
     ) -> RankOutput:
-        """Generate token ids for this rank's part of the batch; see `distributed.training.generate`. Collective.
+        """Generate token ids for this rank's part of the batch. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
@@ -385,15 +385,15 @@ class Worker:
         dtype: torch.dtype | None = None,
         token: str | None = None,
     ) -> SaveReport | int:
-        """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
+        """Write a standard Hugging Face directory. Collective.
 
         Args:
             path: The directory to create.
             overwrite: Replace an existing directory.
             async_save: Return once the shards are in host memory, and write them in the background.
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
-            keep_last: Number of saves of this series to keep, this one included; see `save_checkpoint`.
-            dtype: Dtype of the floating tensors in the files; see `save_checkpoint`.
+            keep_last: Number of saves of this series to keep, this one included.
+            dtype: Dtype of the floating tensors in the files. Default: their own.
             token: See `Destination`.
 
         Returns:

@@ -1,4 +1,4 @@
-"""`Initialiser`: by the module's own rule, on the full tensor, the same for the same seed; `missing_rules` says so before."""
+"""`Initialiser`: by the module's own rule, the same for the same seed; `missing_rules`: what has none, said before."""
 
 from __future__ import annotations
 
