@@ -110,7 +110,7 @@ def with_hints(function: Callable[P, T]) -> Callable[P, T]:
 
 def fields_with_hints(cls: type[T]) -> type[T]:
     """Make the constructor of a dataclass answer an unknown field as `with_hints` does."""
-    cls.__init__ = _checked(cls.__init__, cls.__name__)  # type: ignore[misc]
+    cls.__init__ = _checked(cls.__init__, cls.__name__)  # type: ignore[method-assign]
     return cls
 
 
