@@ -11,77 +11,60 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from itertools import product
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OURS = {
-    # transformers, huggingface_hub
-    "pretrained_model_name_or_path model_name_or_path model_name model_id model_path": "checkpoint",
-    "torch_dtype": "dtype",
-    "device_map": "device",
-    "lora_config peft": "peft_config",
-    # Ray, vLLM, torchrun
-    "tensor_parallel_size tp_size num_gpus num_processes nproc_per_node num_ranks n_ranks ranks": "world_size",
-    "num_workers dataloader_num_workers": "prefetch world_size",
-    "num_cpus resources_per_worker": "cpus_per_rank",
-    "scaling_config": "placement",
-    "failure_config max_failures max_retries": "max_restarts",
-    "timeout timeout_s": "timeouts",
-    # FSDP1, accelerate
-    "auto_wrap_policy transformer_layer_cls transformer_cls_names_to_wrap": "wrap",
-    "gradient_checkpointing": "activation_checkpointing=True",
-    "torch_compile": "compile=True",
-    "offload_params": "cpu_offload=True",
-    "bf16 fp16": "mixed_precision='bf16'",
-    # transformers' Trainer, Lightning, Keras
-    "train_dataset train_data train_dataloader train_dataloaders dataset datasets dataloader": "data",
-    "num_train_epochs num_epochs max_epochs n_epochs": "epochs",
-    "num_steps max_train_steps total_steps": "max_steps",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size per_device_batch_size micro_batch_size": "batch_size=per_device_batch_size*world_size",
-    "accumulate_grad_batches grad_accum_steps": "gradient_accumulation_steps",
-    "gradient_clip_val grad_clip clip_grad_norm": "max_grad_norm",
-    "loss_fn criterion compute_loss compute_loss_func": "loss",
-    "data_collator collate": "collate_fn",
-    "eval_dataset val_dataset validation_data val_dataloaders": "eval_data",
-    "eval_steps eval_strategy evaluation_strategy val_check_interval check_val_every_n_epoch": "eval_every",
-    "compute_metrics": "metrics",
-    "load_best_model_at_end metric_for_best_model": "keep_best",
-    "early_stopping early_stopping_patience": "stop",
-    "output_dir default_root_dir checkpoint_dir": "save_to output",
-    "key_columns id_columns": "keys",
-    "save_steps save_strategy save_interval": "save_every",
-    "save_total_limit": "keep_last",
-    "resume_from_checkpoint ckpt_path": "resume",
-    "report_to logger loggers": "callbacks",
-    "disable_tqdm enable_progress_bar verbose": "progress",
-    "save_directory": "path",
-    "overwrite_output_dir exist_ok": "overwrite",
+_THEIRS = {
+    "checkpoint": "pretrained_model_name_or_path model_id",
+    "prefetch": "num_workers",
+    "world_size": "tensor_parallel_size num_gpus num_processes nproc_per_node num_workers",
+    "cpus_per_rank": "num_cpus",
+    "max_restarts": "max_failures",
+    "wrap": "auto_wrap_policy transformer_cls_names_to_wrap",
+    "cpu_offload": "offload_params",
+    "data": "train_dataset train_dataloader",
+    "epochs": "num_train_epochs",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "max_grad_norm": "gradient_clip_val",
+    "loss": "criterion compute_loss_func",
+    "collate_fn": "data_collator",
+    "eval_every": "eval_steps eval_strategy",
+    "keep_best": "load_best_model_at_end metric_for_best_model",
+    "stop": "early_stopping_patience",
+    "save_to": "output_dir",
+    "output": "output_dir",
+    "save_every": "save_steps",
+    "keep_last": "save_total_limit",
+    "resume": "resume_from_checkpoint",
+    "callbacks": "report_to",
+    "progress": "disable_tqdm",
+    "path": "save_directory",
 }
-"""Names in other libraries → ours, the first that a function takes; with a value, as the user would write it."""
+"""Our keyword → names in other libraries. A name that resembles ours is found without this table."""
 
-_SAYINGS = {
-    "learning_rate lr weight_decay optim": "give it to the optimizer: set_optimizer(torch.optim.AdamW, lr=...)",
-    "lr_scheduler_type warmup_steps warmup_ratio num_warmup_steps": "make a schedule: set_scheduler(...)",
-    "num_labels id2label label2id problem_type": "give model='AutoModelFor...', config_overrides={'num_labels': ...}",
-    "attn_implementation": "give config_overrides={'attn_implementation': ...}",
-    "ignore_mismatched_sizes": "give loading=Loading(key_mapping={'^classifier': 'old'}, strict=False)",
-    "tokenizer processor processing_class": "omit it: data holds ids, and saves copy the checkpoint's tokenizer",
-    "low_cpu_mem_usage": "omit it: no rank ever holds a full state dict",
-    "trust_remote_code": "code from a checkpoint is never run: give model=, a function that makes the module",
-    "token use_auth_token": "set HF_TOKEN in the environment",
-    "cache_dir": "set HF_HOME in the environment",
-    "load_in_4bit load_in_8bit quantization_config": "quantized models are not supported",
-    "sharding_strategy": "give sharding=Sharding.from_strategy(...)",
-    "limit_all_gathers use_orig_params": "omit it: FSDP2 always does so",
-    "safe_serialization": "omit it: every save is in safetensors",
+_CURES = {
+    "give it to the optimizer: set_optimizer(torch.optim.AdamW, lr=...)": "learning_rate weight_decay",
+    "make a schedule: set_scheduler(...)": "lr_scheduler_type warmup_steps",
+    "give from_checkpoint sharding=Sharding(mixed_precision='bf16')": "bf16 fp16",
+    "give batch_size=per_device_train_batch_size * world_size": "per_device_train_batch_size",
+    "give model='AutoModelFor...', config_overrides={'num_labels': ...}": "num_labels",
+    "give config_overrides={'attn_implementation': ...}": "attn_implementation",
+    "give loading=Loading(key_mapping={'^classifier': 'old'}, strict=False)": "ignore_mismatched_sizes",
+    "omit it: data holds ids, and saves copy the checkpoint's tokenizer": "tokenizer processing_class",
+    "omit it: no rank ever holds a full state dict": "low_cpu_mem_usage",
+    "code from a checkpoint is never run: give model=, a function that makes the module": "trust_remote_code",
+    "set HF_TOKEN in the environment": "token",
+    "set HF_HOME in the environment": "cache_dir",
+    "quantized models are not supported": "quantization_config",
+    "give sharding=Sharding.from_strategy(...)": "sharding_strategy",
 }
-"""Names in other libraries that no keyword of ours stands for → what to do."""
+"""What to do → names in other libraries that no keyword of ours stands for."""
 
 _functions: list[Callable[..., Any]] = []
 
@@ -122,66 +105,57 @@ def with_hints(function: Callable[P, T]) -> Callable[P, T]:
         TypeError: As Python does for an unknown keyword, when the function is called.
     """
     _functions.append(function)
+    return _checked(function, function.__name__)
 
+
+def fields_with_hints(cls: type[T]) -> type[T]:
+    """Make the constructor of a dataclass answer an unknown field as `with_hints` does."""
+    cls.__init__ = _checked(cls.__init__, cls.__name__)  # type: ignore[method-assign]
+    return cls
+
+
+def _checked(function: Callable[P, T], name: str) -> Callable[P, T]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        _check(function, function.__name__, kwargs)
+        parameters = inspect.signature(function).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        for keyword in kwargs:
+            if keyword not in parameters and not takes_any:
+                raise TypeError(f"{name}() takes no {keyword!r}: {_hint(function, keyword)}")
         return function(*args, **kwargs)
 
     return checked
 
 
-def fields_with_hints(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass answer an unknown field as `with_hints` does."""
-    construct = vars(cls)["__init__"]
-
-    @wraps(construct)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        _check(construct, cls.__name__, kwargs)
-        construct(self, *args, **kwargs)
-
-    cls.__init__ = checked  # type: ignore[method-assign]
-    return cls
-
-
-def _check(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        return
-    for keyword in given:
-        if keyword not in parameters:
-            raise TypeError(f"{name}() takes no {keyword!r}: {_hint(function, keyword)}")
-
-
 def _hint(function: Callable[..., Any], keyword: str) -> str:
     """Return what to give instead of a keyword."""
-    ours = [keyword, *next((text.split() for names, text in _OURS.items() if keyword in names.split()), [])]
-    for one in ours:
-        if found := _spelled(function, one):
+    ours = [keyword, *_named(keyword, _THEIRS)]
+    for name in ours:
+        if found := _spelled(function, name):
             return f"give {found}"
-    saying = next((text for names, text in _SAYINGS.items() if keyword in names.split()), None)
-    if saying is not None:
-        return saying
-    for one in ours:
-        for other in _functions:
-            if found := _spelled(other, one):
-                return f"give it to {other.__name__}: {other.__name__}({found})"
+    if cure := next(_named(keyword, _CURES), None):
+        return cure
+    for name, other in product(ours, _functions):
+        if found := _spelled(other, name):
+            return f"give it to {other.__name__}: {other.__name__}({found})"
     own = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-    nested = {field: parameter for parameter, config in _configs(function) for field in _fields(config)}
+    nested = [field.name for _, config in _configs(function) for field in fields(config)]
     close = difflib.get_close_matches(keyword, [*own, *nested], 1)
     return f"did you mean {_spelled(function, close[0])}?" if close else f"it takes {', '.join(own)}"
 
 
-def _spelled(function: Callable[..., Any], ours: str) -> str | None:
-    """Return the argument as the user would write it for a function; `None` if the function takes no such argument."""
-    name, has_value, _ = ours.partition("=")
+def _named(keyword: str, table: dict[str, str]) -> Iterator[str]:
+    return (found for found, names in table.items() if keyword in names.split())
+
+
+def _spelled(function: Callable[..., Any], name: str) -> str | None:
+    """Return an argument as the user would write it for a function; `None` if the function takes no such argument."""
     configs = dict(_configs(function))
     if name in inspect.signature(function).parameters:
-        value = f"{configs[name].__name__}(...)" if name in configs else "..."
-        return ours if has_value else f"{name}={value}"
+        return f"{name}={configs[name].__name__}(...)" if name in configs else f"{name}=..."
     for parameter, config in configs.items():
-        if name in _fields(config):
-            return f"{parameter}={config.__name__}({ours if has_value else f'{name}=...'})"
+        if any(field.name == name for field in fields(config)):
+            return f"{parameter}={config.__name__}({name}=...)"
     return None
 
 
@@ -192,7 +166,3 @@ def _configs(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         config = getattr(inspect.unwrap(function), "__globals__", {}).get(kind)
         if rest == "None" and isinstance(config, type) and is_dataclass(config):
             yield name, config
-
-
-def _fields(config: Any) -> list[str]:
-    return [one.name for one in fields(config)]

@@ -1,17 +1,18 @@
-"""Marks on a call's arguments and results (`Split`, `Same`, `PerRank`, `Out`), and how rows are distributed."""
+"""Marks on arguments and results (`Split`, `Same`, `PerRank`, `Out`); rows are dealt to ranks, outputs are joined."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from raysharding.arguments import check_int
-from raysharding.tree import children, leaves, map_leaves, rebuild
+from raysharding.tree import children, leaves, map_leaves, rebuild, rebuild_mapping
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of positional arguments, or one
@@ -206,7 +207,7 @@ class RankBatch:
     fetch_s: float | None = None
     """Longest wait for the value of an `ObjectRef`, in seconds; `None`: no rank's arguments have one."""
     rows_per_item: int = 1
-    """Number of consecutive rows that belong together; see `Split`."""
+    """Number of consecutive rows that belong together."""
     is_replicated: bool = False
     """True if the call has neither `Split` nor `PerRank`: every rank computes the same."""
     dummy_rows: int | None = None
@@ -215,12 +216,12 @@ class RankBatch:
     @property
     def args(self) -> tuple[Any, ...]:
         """Positional arguments as the model takes them."""
-        return tuple(_map_marks(_value_of, value, Split) for value in self.wrapped_args)
+        return tuple(_map_marks(attrgetter("value"), value, Split) for value in self.wrapped_args)
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments as the model takes them."""
-        return {key: _map_marks(_value_of, value, Split) for key, value in self.wrapped_kwargs.items()}
+        return {key: _map_marks(attrgetter("value"), value, Split) for key, value in self.wrapped_kwargs.items()}
 
     @property
     def is_dummy(self) -> bool:
@@ -255,14 +256,13 @@ class RankBatch:
             args = tuple(as_tensors("", value) for value in (made if isinstance(made, tuple | list) else (made,)))
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((args, kwargs))):
             raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
-        for name in kwargs.keys() & self.wrapped_kwargs.keys():
-            raise ValueError(f"{name}: given twice, by collate and as a keyword argument; leave one of them out")
+        _check_names(kwargs, self.wrapped_kwargs, "by collate")
         return replace(self, wrapped_args=args, wrapped_kwargs={**kwargs, **self.wrapped_kwargs})
 
     def split_dims(self) -> set[int]:
         """Return the dims of the call's Splits, as they were given."""
         wrapped = (self.wrapped_args, dict(self.wrapped_kwargs))
-        return {leaf.dim for _, leaf in leaves(wrapped, leaf=Split) if isinstance(leaf, Split)}
+        return {leaf.dim for _, leaf in leaves(wrapped, is_leaf=_is_mark) if isinstance(leaf, Split)}
 
     def parts(self, num_parts: int) -> list[RankBatch]:
         """Split the rows of every rank into parts, each a call of its own, whose sizes differ by at most one item.
@@ -358,14 +358,17 @@ def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[An
         ValueError: A name is both in the mapping and in `kwargs`.
     """
     split = args[0] if len(args) == 1 else None
-    if not isinstance(split, Split) or not isinstance(split.value, Mapping) or not split.value:
+    named = split.value if isinstance(split, Split) and isinstance(split.value, Mapping) else {}
+    if split is None or not named or not all(isinstance(name, str) for name in named):
         return args, kwargs
-    if not all(isinstance(name, str) for name in split.value):
-        return args, kwargs
-    for name in split.value:
+    _check_names(named, kwargs, "in the Split")
+    return (), {**{name: replace(split, value=value) for name, value in named.items()}, **kwargs}
+
+
+def _check_names(names: Iterable[str], kwargs: Mapping[str, Any], where: str) -> None:
+    for name in names:
         if name in kwargs:
-            raise ValueError(f"{name}: given twice, in the Split and as a keyword argument; leave one of them out")
-    return (), {**{name: replace(split, value=value) for name, value in split.value.items()}, **kwargs}
+            raise ValueError(f"{name}: given twice, {where} and as a keyword argument; leave one of them out")
 
 
 def as_tensors(name: str, value: Any) -> Any:
@@ -389,7 +392,7 @@ def as_tensors(name: str, value: Any) -> Any:
     def convert(_: str, leaf: Any) -> Any:
         return torch.as_tensor(leaf.copy()) if _becomes_tensor(leaf) else leaf
 
-    return map_leaves(convert, value, leaf=_MARKS)
+    return map_leaves(convert, value, is_leaf=_is_mark)
 
 
 def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, positions: Sequence[str]) -> str | None:
@@ -405,15 +408,13 @@ def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, 
         `None` if an argument has a mark (`Split`, `Same`, `PerRank`), or if no tensor has a row for each of two or more
         ranks.
     """
-    names = {f"args[{index}]": name for index, name in enumerate(positions)}
-    found = _found(args, kwargs)
-    if world_size < 2 or any(isinstance(leaf, _MARKS) for _, _, leaf in found):
+    found = _found(args, kwargs, positions)
+    if world_size < 2 or any(isinstance(one.leaf, _MARKS) for one in found):
         return None
-    for root, below, leaf in found:
-        name = (_NAME.findall(below) or [names.get(root, root)])[-1]
-        is_dense = isinstance(leaf, torch.Tensor) and not leaf.is_nested and leaf.ndim > 0
-        if is_dense and leaf.shape[0] >= world_size and _row_dim(leaf, name, (0,), leaf.shape[0]) is not None:
-            return f"{root}{below} of shape {tuple(leaf.shape)}"
+    for one in found:
+        is_dense = isinstance(one.leaf, torch.Tensor) and not one.leaf.is_nested and one.leaf.ndim > 0
+        if is_dense and len(one.leaf) >= world_size and _row_dim(one, (0,), len(one.leaf)) is not None:
+            return f"{one.path} of shape {tuple(one.leaf.shape)}"
     return None
 
 
@@ -439,54 +440,67 @@ def deal(
             divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows (see `Same`), or a
             `PerRank` has the wrong length. The error names the argument and the values found.
     """
-    found = _found(args, kwargs)
-    splits = {name + below: leaf for name, below, leaf in found if isinstance(leaf, Split)}
-    for name, below, leaf in found:
-        _check_mark(name + below, leaf, world_size)
+    found = _found(args, kwargs, positions)
+    splits = {one.path: one.leaf for one in found if isinstance(one.leaf, Split)}
+    for one in found:
+        _check_mark(one.path, one.leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
     if any(split.collate_fn for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
         raise ValueError(
             f"{', '.join(splits)}: a Split with collate_fn= is the only Split and the only positional argument of a "
             "call: let collate_fn return what else has rows"
         )
-    _check_counts(counts)
     per_item = _rows_per_item(splits, counts)
     rows = split_rows(next(iter(counts.values())), world_size, per_item) if counts else ()
-    _check_whole(found, [split.dim for split in splits.values()], sum(rows), positions)
-    is_replicated = not any(isinstance(leaf, Split | PerRank) for _, _, leaf in found)
+    _check_whole(found, [split.dim for split in splits.values()], sum(rows))
+    is_replicated = not any(isinstance(one.leaf, Split | PerRank) for one in found)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
     whole = RankBatch(
         tuple(args), kwargs, rows=rows, dim=dim, rows_per_item=per_item, is_replicated=is_replicated
-    ).replaced(lambda value: _map_marks(_value_of, value, Same))
+    ).replaced(lambda value: _map_marks(attrgetter("value"), value, Same))
 
     def part_of(rank: int) -> RankBatch:
         start = sum(rows[:rank]) if rows and rows[rank] else 0
         taken = rows[rank] or per_item if rows else 0
-        part = partial(_part_of, rank=rank, start=start, num_rows=taken)
+
+        def part(mark: Split | PerRank) -> Any:
+            return mark.rows(start, taken) if isinstance(mark, Split) else mark[rank]
+
         batch = whole.replaced(lambda value: _map_marks(part, value, Split, PerRank))
         return replace(batch, num_rows=rows[rank] if rows else None)
 
     return [part_of(rank) for rank in range(world_size)]
 
 
-def _found(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return (argument, path below it, value) of the marks and other leaves of a call's arguments."""
-    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
-    return [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
+class _Found(NamedTuple):
+    """A mark, or another leaf of a call's arguments."""
+
+    path: str
+    """Where it is."""
+    name: str
+    """The last name in the path; of a positional argument that of the parameter, if known."""
+    leaf: Any
 
 
-def _part_of(mark: Split | PerRank, rank: int, start: int, num_rows: int) -> Any:
-    return mark.rows(start, num_rows) if isinstance(mark, Split) else mark[rank]
+def _found(args: Sequence[Any], kwargs: Mapping[str, Any], positions: Sequence[str]) -> list[_Found]:
+    """Return the marks and other leaves of a call's arguments."""
+    given = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
+    names = {f"args[{index}]": name for index, name in enumerate(positions)}
+    return [
+        _Found(root + below, (_NAME.findall(below) or [names.get(root, root)])[-1], leaf)
+        for root, value in given
+        for below, leaf in leaves(value, is_leaf=_is_mark)
+    ]
 
 
-def _value_of(mark: Split | Same) -> Any:
-    return mark.value
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, _MARKS)
 
 
 def _map_marks(change: Callable[[Any], Any], value: Any, *kinds: type) -> Any:
     """Return a value with `change(mark)` in place of its marks; the same object, to be sent once, if it has none."""
-    return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, kinds) else leaf, value, leaf=_MARKS)
+    return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, kinds) else leaf, value, is_leaf=_is_mark)
 
 
 def _check_mark(path: str, mark: Any, world_size: int) -> None:
@@ -494,7 +508,7 @@ def _check_mark(path: str, mark: Any, world_size: int) -> None:
     if not isinstance(mark, _MARKS) or (isinstance(mark, Split) and mark.collate_fn is not None):
         return
     inside = mark.values if isinstance(mark, PerRank) else mark.value
-    for where, leaf in leaves(inside, path, _MARKS):
+    for where, leaf in leaves(inside, path, _is_mark):
         if isinstance(leaf, _MARKS):
             one, other = type(leaf).__name__, type(mark).__name__
             raise ValueError(f"{where}: a {one} inside a {other}; each says how its value is distributed: remove one")
@@ -502,33 +516,30 @@ def _check_mark(path: str, mark: Any, world_size: int) -> None:
         raise ValueError(f"{path}: PerRank holds {len(mark)} values, but the group has {world_size} ranks")
 
 
-def _check_whole(
-    found: Sequence[tuple[str, str, Any]], dims: Sequence[int], num_rows: int, positions: Sequence[str]
-) -> None:
+def _check_whole(found: Sequence[_Found], dims: Sequence[int], num_rows: int) -> None:
     """Raise ValueError for a value outside every `Split` that looks like rows, as `Same` defines it."""
-    names = {f"args[{index}]": name for index, name in enumerate(positions)}
-    for root, below, leaf in found:
-        name = names.get(root, root)
-        dim = _row_dim(leaf, (_NAME.findall(below) or [name])[-1], dims, num_rows)
+    for one in found:
+        dim = _row_dim(one, dims, num_rows)
         if dim is not None:
-            path = root + below + ("" if name == root else f" ({name})")
+            path = one.path if one.name in one.path else f"{one.path} ({one.name})"
             more = f", dim={dim}" if dim else ""
             raise ValueError(
-                f"{path}: shape {tuple(leaf.shape)} has size {num_rows} in dim {dim}, the number of rows of the call's "
-                "Splits, but is in no Split: every rank would get the whole value, and combine its first rows with the "
-                f"rank's own rows of the Splits. Give Split(...{more}) for rows, Same(...) to send all of it to every "
-                "rank"
+                f"{path}: shape {tuple(one.leaf.shape)} has size {num_rows} in dim {dim}, the number of rows of the "
+                "call's Splits, but is in no Split: every rank would get the whole value, and combine its first rows "
+                f"with the rank's own rows of the Splits. Give Split(...{more}) for rows, Same(...) to send all of it "
+                "to every rank"
             )
 
 
-def _row_dim(leaf: Any, name: str, dims: Sequence[int], num_rows: int) -> int | None:
+def _row_dim(found: _Found, dims: Sequence[int], num_rows: int) -> int | None:
     """Return the dim in which a leaf looks like rows; `None` if there is none."""
+    leaf = found.leaf
     is_dense = _is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)
     if not is_dense or num_rows < 2:
         return None
     if leaf.ndim == 1:
-        return 0 if _COLUMN.search(name) and leaf.shape[0] == num_rows else None
-    return next((dim for dim in dims if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == num_rows), None)
+        return 0 if _COLUMN.search(found.name) and len(leaf) == num_rows else None
+    return next((dim for dim in dims if _has_dim(leaf, dim) and leaf.shape[dim] == num_rows), None)
 
 
 def _check_equal(what: str, numbers: Mapping[str, int], cure: str) -> None:
@@ -538,14 +549,11 @@ def _check_equal(what: str, numbers: Mapping[str, int], cure: str) -> None:
         raise ValueError(f"{what}, but {listed}{cure}")
 
 
-def _check_counts(counts: Mapping[str, int]) -> None:
+def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> int:
+    """Return the `rows_per_item` of all Splits; raise ValueError if they differ, or it does not divide the rows."""
     _check_equal("all Splits of one call need the same number of rows", counts, f"; {_NO_ROWS}")
     if counts and not any(counts.values()):
         raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
-
-
-def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> int:
-    """Return the `rows_per_item` of all Splits; raise ValueError if they differ, or it does not divide the rows."""
     found = {path: split.rows_per_item for path, split in splits.items()}
     per_item = max(found.values(), default=1)
     cure = f": give each of them rows_per_item={per_item}"
@@ -558,8 +566,8 @@ def _rows_per_item(splits: Mapping[str, Split], counts: Mapping[str, int]) -> in
 
 def _check_examples(split: Split) -> None:
     if not isinstance(split.value, list | tuple) or not callable(split.collate_fn) or split.dim:
-        told = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate_fn={split.collate_fn!r})"
-        raise ValueError(f"{told}: give a list of examples, collate_fn= a function of such a list, and no dim=")
+        what = f"Split(a {type(split.value).__name__}, dim={split.dim}, collate_fn={split.collate_fn!r})"
+        raise ValueError(f"{what}: give a list of examples, collate_fn= a function of such a list, and no dim=")
 
 
 def _check_dim(what: str, dim: Any) -> None:
@@ -569,21 +577,17 @@ def _check_dim(what: str, dim: Any) -> None:
 
 def _with_tensors(value: Any, path: str) -> Any:
     """Return a value with tensors in place of its lists of numbers; the same object if it has none."""
-    if isinstance(value, list) and value and _is_numbers(value):
-        return _tensor(value, path)
-    nodes = children(value)
-    if not nodes:
-        return value
-    made = [_with_tensors(child, path + name) for name, child in nodes]
-    return value if all(new is old for new, (_, old) in zip(made, nodes, strict=True)) else rebuild(value, made)
+
+    def is_column(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and _is_numbers(value)
+
+    return map_leaves(lambda where, leaf: _tensor(leaf, where) if is_column(leaf) else leaf, value, path, is_column)
 
 
-def _is_numbers(value: list[Any]) -> bool:
-    """Return True for a list, at any depth, that holds numbers only."""
-    return all(_is_numbers(one) if isinstance(one, list) else _is_number(one) for one in value)
-
-
-def _is_number(value: Any) -> bool:
+def _is_numbers(value: Any) -> bool:
+    """Return True for a number, and for a list that holds, at any depth, numbers only."""
+    if isinstance(value, list):
+        return all(map(_is_numbers, value))
     return isinstance(value, int | float) or (_is_array(value) and value.ndim == 0 and value.dtype.kind in "biufc")
 
 
@@ -591,12 +595,8 @@ def _tensor(value: list[Any], path: str) -> torch.Tensor:
     try:
         return torch.tensor(value)
     except (ValueError, TypeError) as error:
-        lengths = sorted({len(one) for one in value if isinstance(one, list)})
-        what = f"rows of {lengths[0]} to {lengths[-1]} numbers" if len(lengths) > 1 else "lists of different lengths"
-        raise ValueError(
-            f"{path}: {what} make no tensor: pad them to one length, for a tokenizer by padding=True, "
-            'return_tensors="pt"'
-        ) from error
+        cure = 'pad them to one length, for a tokenizer by padding=True, return_tensors="pt"'
+        raise ValueError(f"{path}: lists of different lengths make no tensor: {cure}") from error
 
 
 def _is_array(leaf: Any) -> bool:
@@ -624,7 +624,7 @@ def _count_rows(path: str, leaf: Any, dim: int) -> int:
         raise ValueError(f"{path}: a {leaf.layout} tensor cannot be split; call .to_dense() first")
     if _is_array(leaf) and leaf.dtype.kind not in "biufc":
         raise ValueError(f"{path}: a numpy array of {leaf.dtype} has no tensor dtype; split numbers only")
-    if not -leaf.ndim <= dim < leaf.ndim:
+    if not _has_dim(leaf, dim):
         where = f"{path}: shape {tuple(leaf.shape)} has no dim {dim} to split"
         raise ValueError(f"{where}; give another dim, or pass this value outside the Split")
     return int(leaf.shape[dim])
@@ -636,3 +636,100 @@ def _take(leaf: Any, dim: int, start: int, num_rows: int) -> torch.Tensor:
     index = (slice(None),) * (dim % leaf.ndim) + (slice(start, start + num_rows),)
     # A copy first: torch rejects negative strides, and warns about read-only arrays.
     return torch.as_tensor(leaf[index].copy())
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RankOutput:
+    """One rank's output of a forward, on the CPU, with the facts about its leaves that only the ranks can determine."""
+
+    value: Any
+    """The output, or `None` if the caller did not request this rank's output or the rank had only a dummy row."""
+    reduced: tuple[str, ...] = ()
+    """Paths of leaves that already hold the value of the whole batch, equal on every rank: the loss."""
+    local: tuple[str, ...] = ()
+    """Paths of leaves whose shape looks like rows but does not scale with them (CLIP's rows × rows logits)."""
+
+
+def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence[int], dim: int) -> Any:
+    """Make a call's result from every rank's output. Called on the driver, never for `Out.refs()`.
+
+    Args:
+        out: What the caller requested. `None`: gather if the call had a `Split`, else rank 0.
+        outputs: Outputs by rank.
+        rows: `RankBatch.rows`: each rank's number of rows; empty if the call had no `Split`.
+        dim: `RankBatch.dim`.
+    """
+    kind = out.kind if out is not None else ("gather" if rows else "rank0")
+    if kind == "none":
+        return None
+    if kind == "per_rank":
+        # A rank without rows ran a dummy row, whose output is not a result.
+        return PerRank([None if rows and not rows[rank] else output.value for rank, output in enumerate(outputs)])
+    if kind == "rank0":
+        return outputs[0].value
+    assert kind == "gather", kind
+    return gather_outputs(outputs, rows, out.dim if out is not None and out.dim is not None else dim)
+
+
+def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int = 0) -> Any:
+    """Join the ranks' outputs into one output of the same type. Called on the driver.
+
+    Tensors that have as many rows in `dim` as their rank and agree in all other dims are concatenated in row order. A
+    loss already covers the whole batch. A leaf that is `None` on every rank stays `None`. Any other leaf becomes a
+    `PerRank`, with `None` for the ranks that had no rows. If only one rank had rows, its output is the result.
+
+    Args:
+        outputs: Outputs by rank.
+        rows: Each rank's number of rows. Empty: rank 0's output is the result.
+        dim: The dim that holds rows; negative counts from each leaf's end.
+
+    Returns:
+        The joined output; concatenation takes the tensors' size in memory once more.
+    """
+    live = [rank for rank, num_rows in enumerate(rows) if num_rows]
+    if len(live) <= 1:
+        return outputs[0].value
+    reduced, local = outputs[0].reduced, {path for output in outputs for path in output.local}
+    live_rows = [rows[rank] for rank in live]
+
+    def join(path: str, values: list[Any]) -> Any:
+        """Join one subtree; `values` holds each live rank's copy of the subtree."""
+        if path in reduced:
+            return values[0]
+        same_type = all(type(value) is type(values[0]) for value in values)
+        if same_type and (type(values[0]) is dict or (isinstance(values[0], Mapping) and is_dataclass(values[0]))):
+            # A model output lacks the key of what is `None`: a rank without an image has no states of images.
+            keys = dict.fromkeys(key for value in values for key in value)
+            return rebuild_mapping(
+                values[0], {key: join(f"{path}[{key!r}]", [value.get(key) for value in values]) for key in keys}
+            )
+        nodes = [children(value) for value in values]
+        names = [None if node is None else [name for name, _ in node] for node in nodes]
+        if same_type and nodes[0] is not None and all(found == names[0] for found in names):
+            columns = zip(*(node or [] for node in nodes), strict=True)
+            return rebuild(values[0], [join(path + column[0][0], [item for _, item in column]) for column in columns])
+        if all(value is None for value in values):
+            return None
+        if path not in local and _are_rows(values, live_rows, dim):
+            return torch.cat(values, dim=dim)
+        by_rank = dict(zip(live, values, strict=True))
+        return PerRank([by_rank.get(rank) for rank in range(len(rows))])
+
+    return join("", [outputs[rank].value for rank in live])
+
+
+def _are_rows(values: Sequence[Any], rows: Sequence[int], dim: int) -> bool:
+    """Return True if the ranks' values are tensors with `rows` in `dim` that agree in everything else."""
+    if not all(isinstance(value, torch.Tensor) and _has_dim(value, dim) for value in values):
+        return False
+    others = {
+        (value.dtype, *value.shape[: dim % value.ndim], None, *value.shape[dim % value.ndim + 1 :]) for value in values
+    }
+    return len(others) == 1 and [value.shape[dim] for value in values] == list(rows)
+
+
+def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
+    return -leaf.ndim <= dim < leaf.ndim

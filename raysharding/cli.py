@@ -60,14 +60,12 @@ def _inspect(options: argparse.Namespace) -> None:
     from raysharding.checkpoint import locate, open_checkpoint
 
     checkpoint = open_checkpoint(locate(options.path, options.revision))
-    if options.json:
-        _print_json(contents(checkpoint, all_tensors=options.tensors))
-    else:
-        print("\n".join(describe(checkpoint, all_tensors=options.tensors)))
+    found = contents(checkpoint, all_tensors=options.tensors)
+    _show(options, "\n".join(_lines(found)), found)
 
 
-def _print_json(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value, indent=2))
+def _show(options: argparse.Namespace, text: object, value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=2) if options.json else text)
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -109,10 +107,7 @@ def _plan(options: argparse.Namespace) -> bool:
         optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
         nodes=_imagined_nodes(options),
     )
-    if options.json:
-        _print_json(asdict(plan) | {"fits": plan.fits})
-    else:
-        print(plan)
+    _show(options, plan, asdict(plan) | {"fits": plan.fits})
     return plan.fits
 
 
@@ -138,10 +133,7 @@ def _doctor(options: argparse.Namespace) -> bool:
     from raysharding.group.launch import diagnose
 
     report = diagnose(options.address, options.port_range)
-    if options.json:
-        _print_json(asdict(report))
-    else:
-        print(report)
+    _show(options, report, asdict(report))
     return not report.errors
 
 
@@ -150,7 +142,7 @@ _PATH = "Hugging Face directory, .safetensors file, index JSON, hub id (org/name
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
-    # The package's own names are on a floor beside this one; see `versions_here`.
+    # The package's own names are on a floor beside this one.
     parser.add_argument("--version", action="version", version=f"raysharding {sys.modules['raysharding'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show a checkpoint's contents")
@@ -257,19 +249,10 @@ def _port_range(text: str) -> tuple[int, int] | None:
         raise argparse.ArgumentTypeError(f"{text!r}: give a first and a last port, such as 29500-29599") from error
 
 
-def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
-    """Describe a checkpoint in readable lines.
-
-    Args:
-        checkpoint: What `open_checkpoint` returned.
-        all_tensors: Also list name, dtype, shape and size of every tensor, in file order.
-
-    Returns:
-        Lines for a terminal.
-    """
-    found = contents(checkpoint, all_tensors=all_tensors)
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    """Return what `contents` returned as lines for a terminal."""
     lines = [
-        checkpoint.path,
+        found["path"],
         f"  architectures  {', '.join(found['architectures']) or 'none named'}",
         f"  tensors        {found['num_tensors']}, {format_bytes(found['num_bytes'])}",
     ]
@@ -284,8 +267,13 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
     return lines
 
 
-def contents(checkpoint: Checkpoint, *, all_tensors: bool = False) -> dict[str, Any]:
-    """Describe a checkpoint as `describe` does, as data for JSON; sizes are in bytes."""
+def contents(checkpoint: Checkpoint, *, all_tensors: bool) -> dict[str, Any]:
+    """Describe a checkpoint as data for JSON; sizes are in bytes.
+
+    Args:
+        checkpoint: What `open_checkpoint` returned.
+        all_tensors: Also describe each tensor, in file order.
+    """
     elements: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         elements[_dtype(info)] += info.num_elements

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from raysharding.arguments import fields_with_hints
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported where it is needed: a group's controller reads its
 
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 """torch's name → short name."""
@@ -47,36 +48,34 @@ def floating_dtype(given: object, what: str = "dtype") -> torch.dtype:
     raise ValueError(f"{what}={given!r}: give a floating dtype such as torch.bfloat16, or its name: {names}")
 
 
-def _require(config: object, name: str, is_valid: bool, cure: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name}={getattr(config, name)!r}: {cure}")
+def _require(config: object, cure: str, **are_valid: bool) -> None:
+    for name, is_valid in are_valid.items():
+        if not is_valid:
+            raise ValueError(f"{name}={getattr(config, name)!r}: {cure}")
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _require_bools(config: object, *names: str) -> None:
+    _require(config, "give True or False", **{name: isinstance(getattr(config, name), bool) for name in names})
 
 
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+def _require_choice(config: object, name: str, choices: Sequence[str]) -> None:
+    _require(config, f"use one of {', '.join(map(repr, choices))}", **{name: getattr(config, name) in choices})
 
 
-def _is_port_range(value: object) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    return all(_is_int(port) and 1 <= port <= 65535 for port in value) and value[0] <= value[1]
+def _is_at_least(lowest: float, value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= lowest
+
+
+def _is_positive(value: object) -> bool:
+    return _is_at_least(0, value) and value != 0
+
+
+def _is_int(value: object, lowest: int = 1) -> TypeGuard[int]:
+    return isinstance(value, int) and _is_at_least(lowest, value)
 
 
 def _is_text_map(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
-
-
-def _require_bools(config: object, *names: str) -> None:
-    for name in names:
-        _require(config, name, isinstance(getattr(config, name), bool), "give True or False")
-
-
-def _is_at_least(lowest: int, value: object) -> bool:
-    return _is_int(value) and value >= lowest
 
 
 @fields_with_hints
@@ -156,49 +155,44 @@ class Sharding:
     def __post_init__(self) -> None:
         flags = ("keep_low_precision_grads", "cpu_offload", "average_ignored_gradients", "sync_module_states")
         _require_bools(self, *flags, "activation_checkpointing_offload")
-        is_name = isinstance(self.wrap, str) and self.wrap in ("auto", "size", "none")
-        is_wrap = is_name or _are_names(self.wrap) or callable(self.wrap)
-        _require(self, "wrap", is_wrap, "use 'auto', 'size', 'none', a list of class names, or a callable")
-        _require(self, "min_num_params", _is_at_least(1, self.min_num_params), "give a positive whole number")
+        is_wrap = self.wrap in ("auto", "size", "none") if isinstance(self.wrap, str) else _are_names(self.wrap)
+        cure = "use 'auto', 'size', 'none', a list of class names, or a callable"
+        _require(self, cure, wrap=is_wrap or callable(self.wrap))
+        _require(self, "give a positive whole number", min_num_params=_is_int(self.min_num_params))
         reshard = self.reshard_after_forward
-        is_reshard = reshard is None or isinstance(reshard, bool) or _is_at_least(1, reshard)
-        _require(self, "reshard_after_forward", is_reshard, "give True, False, None, or a smaller world size")
-        _require(self, "replicate_size", _is_at_least(1, self.replicate_size), "give 1 (no replicas) or more")
+        is_reshard = reshard is None or isinstance(reshard, bool) or _is_int(reshard)
+        _require(self, "give True, False, None, or a smaller world size", reshard_after_forward=is_reshard)
+        _require(self, "give 1 (no replicas) or more", replicate_size=_is_int(self.replicate_size))
         object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None
         cure = "without mixed_precision there are no such gradients: set mixed_precision too"
-        _require(self, "keep_low_precision_grads", is_low, cure)
+        _require(self, cure, keep_low_precision_grads=is_low)
         is_function = self.param_init_fn is None or callable(self.param_init_fn)
-        _require(self, "param_init_fn", is_function, "give a function of one module, or None")
+        _require(self, "give a function of one module, or None", param_init_fn=is_function)
         self._check_modules()
-        self._check_prefetch()
+        is_number = isinstance(self.forward_prefetch, bool) or _is_int(self.forward_prefetch, 0)
+        _require(self, "give True, False, or a number of groups", forward_prefetch=is_number)
+        when = self.backward_prefetch
+        is_known = when is None or _name_of(when) in ("BACKWARD_PRE", "BACKWARD_POST")
+        cure = "use 'backward_pre', 'backward_post', a torch.distributed.fsdp.BackwardPrefetch, or None"
+        _require(self, cure, backward_prefetch=is_known)
 
     def _check_modules(self) -> None:
         ignored = self.ignored_modules
         items = ignored if isinstance(ignored, Sequence) and not isinstance(ignored, str) else [ignored]
         is_choice = callable(ignored) or all(isinstance(item, str) or _is_module(item) for item in items)
         cure = "give regular expressions on module names, modules, or a predicate over modules"
-        _require(self, "ignored_modules", is_choice, cure)
+        _require(self, cure, ignored_modules=is_choice)
         _require_patterns("ignored_modules", (item for item in items if isinstance(item, str)))
         chosen = self.activation_checkpointing
         is_choice = isinstance(chosen, bool) or callable(chosen) or _are_names(chosen)
         cure = "give True, False, a list of class names, or a predicate over modules"
-        _require(self, "activation_checkpointing", is_choice, cure)
+        _require(self, cure, activation_checkpointing=is_choice)
         is_used = not self.activation_checkpointing_offload or chosen is not False
         cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
-        _require(self, "activation_checkpointing_offload", is_used, cure)
-        backend: object = self.compile
-        is_backend = isinstance(backend, bool | str) and backend != ""
-        _require(self, "compile", is_backend, "give True, False, or the name of a backend of torch.compile")
-
-    def _check_prefetch(self) -> None:
-        is_number = isinstance(self.forward_prefetch, bool) or _is_at_least(0, self.forward_prefetch)
-        _require(self, "forward_prefetch", is_number, "give True, False, or a number of groups")
-        when = self.backward_prefetch
-        name = when.name if isinstance(when, Enum) else when
-        is_known = name is None or str(name).lower() in ("backward_pre", "backward_post")
-        cure = "use 'backward_pre', 'backward_post', a torch.distributed.fsdp.BackwardPrefetch, or None"
-        _require(self, "backward_prefetch", is_known, cure)
+        _require(self, cure, activation_checkpointing_offload=is_used)
+        is_backend = isinstance(self.compile, bool | str) and self.compile != ""
+        _require(self, "give True, False, or the name of a backend of torch.compile", compile=is_backend)
 
     @classmethod
     def from_strategy(
@@ -220,14 +214,14 @@ class Sharding:
             ValueError: The strategy is unknown, or a hybrid strategy lacks `ranks_per_node`, or `ranks_per_node` does
                 not divide `world_size`.
         """
-        name = (strategy.name if isinstance(strategy, Enum) else str(strategy)).upper()
+        name = _name_of(strategy)
         if name not in _STRATEGIES:
             raise ValueError(f"strategy={strategy!r}: use one of {', '.join(_STRATEGIES)}")
-        if not _is_at_least(1, world_size):
+        if not _is_int(world_size):
             raise ValueError(f"world_size={world_size!r}: give the number of ranks")
         replicate_size = world_size if name == "NO_SHARD" else 1
         if "HYBRID" in name:
-            if not _is_int(ranks_per_node) or ranks_per_node < 1 or world_size % ranks_per_node:
+            if not _is_int(ranks_per_node) or world_size % ranks_per_node:
                 raise ValueError(
                     f"ranks_per_node={ranks_per_node!r}: {name} needs the number of ranks on each node, a divisor of "
                     f"world_size={world_size}"
@@ -245,6 +239,11 @@ _STRATEGIES = {
     "_HYBRID_SHARD_ZERO2": False,
 }
 """Strategy → `reshard_after_forward`."""
+
+
+def _name_of(value: object) -> str:
+    """Return the name of a member of one of torch's enums, given as the member or in upper or lower case."""
+    return (value.name if isinstance(value, Enum) else str(value)).upper()
 
 
 def _are_names(value: object) -> bool:
@@ -319,23 +318,21 @@ class Loading:
 
     def __post_init__(self) -> None:
         _require_bools(self, "mmap", "digest", "strict", "shared_memory")
-        known = self.transport in ("auto", "broadcast", "scatter", "local")
-        _require(self, "transport", known, "use 'auto', 'broadcast', 'scatter' or 'local'")
-        is_number = self.num_readers is None or _is_at_least(1, self.num_readers)
-        _require(self, "num_readers", is_number, "give None, or 1 or more")
-        unmixed = self.num_readers is None or self.transport != "local"
-        _require(self, "num_readers", unmixed, "leave it out under transport='local': every rank reads")
-        is_size = self.bucket_bytes is None or _is_at_least(4096, self.bucket_bytes)
-        _require(self, "bucket_bytes", is_size, "give None, or at least 4096 bytes, such as 32 << 20")
-        _require(self, "verify", self.verify in ("header", "finite", "full"), "use 'header', 'finite' or 'full'")
-        mapped = not self.mmap or self.transport in ("auto", "local")
-        _require(self, "transport", mapped, "mmap=True takes 'auto' or 'local': every rank maps its own part")
+        _require_choice(self, "transport", get_args(Transport))
+        _require_choice(self, "verify", get_args(Verify))
+        _require(self, "give None, or 1 or more", num_readers=self.num_readers is None or _is_int(self.num_readers))
+        is_mixed = self.num_readers is not None and self.transport == "local"
+        _require(self, "leave it out under transport='local': every rank reads", num_readers=not is_mixed)
+        is_size = self.bucket_bytes is None or _is_int(self.bucket_bytes, 4096)
+        _require(self, "give None, or at least 4096 bytes, such as 32 << 20", bucket_bytes=is_size)
+        is_mapped = not self.mmap or self.transport in ("auto", "local")
+        _require(self, "mmap=True takes 'auto' or 'local': every rank maps its own part", transport=is_mapped)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype))
-        _require(self, "seed", _is_int(self.seed), "give a whole number")
+        _require(self, "give a whole number", seed=isinstance(self.seed, int) and not isinstance(self.seed, bool))
         is_map = self.key_mapping is None or _is_text_map(self.key_mapping)
         cure = "give a dict of regular expressions on checkpoint keys and their replacements"
-        _require(self, "key_mapping", is_map, cure)
+        _require(self, cure, key_mapping=is_map)
         _require_patterns("key_mapping", self.key_mapping or ())
 
 
@@ -353,7 +350,7 @@ def _require_patterns(name: str, patterns: Iterable[str]) -> None:
 class Placement:
     """Placement of the ranks on nodes."""
 
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    strategy: Strategy = "PACK"
     """Ray's placement-group strategy. Default `"PACK"`: as few nodes as can hold the group."""
     cpus_per_rank: float = 1.0
     """CPUs reserved for each rank; also the number of torch threads in a CPU rank, unless the runtime environment's
@@ -377,18 +374,18 @@ class Placement:
     store by default. All else is Ray's connections, whose ports `ray start` sets."""
 
     def __post_init__(self) -> None:
-        known = self.strategy in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-        _require(self, "strategy", known, "use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
-        is_amount = _is_finite(self.cpus_per_rank) and self.cpus_per_rank >= 0
-        _require(self, "cpus_per_rank", is_amount, "give 0 or more")
-        is_part = _is_finite(self.gpus_per_rank) and 1e-4 <= self.gpus_per_rank <= 1
-        _require(self, "gpus_per_rank", is_part, "give 1, or a part of a GPU down to Ray's 0.0001, such as 0.5")
+        _require_choice(self, "strategy", get_args(Strategy))
+        _require(self, "give 0 or more", cpus_per_rank=_is_at_least(0, self.cpus_per_rank))
+        is_part = _is_at_least(1e-4, self.gpus_per_rank) and self.gpus_per_rank <= 1
+        _require(self, "give 1, or a part of a GPU down to Ray's 0.0001, such as 0.5", gpus_per_rank=is_part)
         is_labels = self.labels is None or _is_text_map(self.labels)
-        _require(self, "labels", is_labels, "give a dict of label names and values, both str")
+        _require(self, "give a dict of label names and values, both str", labels=is_labels)
         is_environment = self.runtime_env is None or isinstance(self.runtime_env, Mapping)
-        _require(self, "runtime_env", is_environment, "give a dict, as Ray's runtime_env")
-        is_range = self.port_range is None or _is_port_range(self.port_range)
-        _require(self, "port_range", is_range, "give None, or (first, last) out of 1 to 65535")
+        _require(self, "give a dict, as Ray's runtime_env", runtime_env=is_environment)
+        ports: Any = self.port_range
+        is_pair = isinstance(ports, tuple) and len(ports) == 2 and all(map(_is_int, ports))
+        is_range = ports is None or (is_pair and ports[0] <= ports[1] <= 65535)
+        _require(self, "give None, or (first, last) out of 1 to 65535", port_range=is_range)
 
 
 @fields_with_hints
@@ -417,9 +414,9 @@ class Timeouts:
     ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
-            value = getattr(self, name)
-            is_deadline = (_is_finite(value) and value > 0) or (name == "place_s" and value is None)
-            _require(self, name, is_deadline, "give a positive number of seconds; a deadline is finite")
-        is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
-        _require(self, "lease_s", is_lease, "give None, or 1 second or more, such as 60")
+        cure = "give a positive number of seconds; a deadline is finite"
+        for name in ("start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
+            _require(self, cure, **{name: _is_positive(getattr(self, name))})
+        _require(self, cure, place_s=self.place_s is None or _is_positive(self.place_s))
+        is_lease = self.lease_s is None or _is_at_least(1, self.lease_s)
+        _require(self, "give None, or 1 second or more, such as 60", lease_s=is_lease)

@@ -117,7 +117,16 @@ class UnreadableLossError(RayshardingError, ValueError):
     """
 
 
-class PlanError(RayshardingError, ValueError):
+class _ListOfProblems(RayshardingError):
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n  ".join((self.message, *self.problems))
+
+
+class PlanError(_ListOfProblems, ValueError):
     """Model and checkpoint do not match. The error lists all mismatches of all ranks at once.
 
     Args:
@@ -125,12 +134,14 @@ class PlanError(RayshardingError, ValueError):
         problems: One line for each mismatch, naming the tensor.
     """
 
-    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems = tuple(problems)
 
-    def __str__(self) -> str:
-        return "\n  ".join((self.message, *self.problems))
+class PreflightError(_ListOfProblems, RuntimeError):
+    """Nodes, or the links between them, prevent the group from working. The error lists all findings at once.
+
+    Args:
+        message: One line of context.
+        problems: One line for each finding, naming the nodes and the cure; warnings come last.
+    """
 
 
 class PlacementError(RayshardingError, TimeoutError):
@@ -152,22 +163,6 @@ class PlacementError(RayshardingError, TimeoutError):
         super().__init__(message)
         self.need = dict(need or {})
         self.have = {node: dict(resources) for node, resources in (have or {}).items()}
-
-
-class PreflightError(RayshardingError, RuntimeError):
-    """Nodes, or the links between them, prevent the group from working. The error lists all findings at once.
-
-    Args:
-        message: One line of context.
-        problems: One line for each finding, naming the nodes and the cure; warnings come last.
-    """
-
-    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems = tuple(problems)
-
-    def __str__(self) -> str:
-        return "\n  ".join((self.message, *self.problems))
 
 
 class RendezvousError(RayshardingError, TimeoutError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -60,21 +60,29 @@ def rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(tree)(items)  # type: ignore[call-arg]
 
 
-def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> Any:
-    """Return `tree` with `fn(path, leaf)` in place of each leaf. Instances of `leaf` are not entered.
+IsLeaf: TypeAlias = Callable[[Any], bool]
+"""Returns True for a node that is not entered."""
+
+
+def _nodes(tree: Any, is_leaf: IsLeaf | None) -> list[tuple[str, Any]] | None:
+    return None if is_leaf is not None and is_leaf(tree) else children(tree)
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "", is_leaf: IsLeaf | None = None) -> Any:
+    """Return `tree` with `fn(path, leaf)` in place of each leaf.
 
     A node is made anew only where a leaf in it is another object: without any, the result is `tree` itself.
     """
-    nodes = None if isinstance(tree, leaf) else children(tree)
+    nodes = _nodes(tree, is_leaf)
     if nodes is None:
         return fn(path, tree)
-    made = [map_leaves(fn, value, path + name, leaf) for name, value in nodes]
+    made = [map_leaves(fn, value, path + name, is_leaf) for name, value in nodes]
     return tree if all(new is old for new, (_, old) in zip(made, nodes, strict=True)) else rebuild(tree, made)
 
 
-def leaves(tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> list[tuple[str, Any]]:
-    """Return (path, leaf) for every leaf of `tree`, in order. Instances of `leaf` are not entered."""
-    nodes = None if isinstance(tree, leaf) else children(tree)
+def leaves(tree: Any, path: str = "", is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
+    """Return (path, leaf) for every leaf of `tree`, in order."""
+    nodes = _nodes(tree, is_leaf)
     if nodes is None:
         return [(path, tree)]
-    return [item for name, value in nodes for item in leaves(value, path + name, leaf)]
+    return [item for name, value in nodes for item in leaves(value, path + name, is_leaf)]

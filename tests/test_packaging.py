@@ -160,18 +160,8 @@ print(json.dumps({"output": output.tolist(), "where": [raysharding.__file__, *wh
 @pytest.mark.full
 def test_the_wheel_runs_by_itself_and_without_transformers(built: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-        str(built[0]),
-    ]
+    words = f"-m pip install -qq --no-deps --no-index --target {target} {built[0]}"
+    pip = [sys.executable, *words.split()]
     subprocess.run(pip, check=True, timeout=60)
     (target / "transformers.py").write_text("raise ImportError('no transformers here')\n")
     environment = os.environ | {"PYTHONPATH": str(target)}

@@ -10,16 +10,18 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.batch import Out, PerRank, RankBatch, Split, deal
+from raysharding.batch import Out, PerRank, RankBatch, RankOutput, Split, deal, select_output
 from raysharding.checkpoint import open_checkpoint
-from raysharding.outputs import RankOutput, select_output
 from raysharding.worker import Worker, current_worker
+from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
 WORLD_SIZE = 3
+SIZES = (9, 3, 7, 2)
 VOCAB = 31
 TURNED_ROWS = torch.arange(36.0).reshape(12, 3) / 36
 MODES: list[Literal["train", "eval"]] = ["train", "eval", "eval"]
@@ -36,36 +38,9 @@ def masked_labels() -> torch.Tensor:
     return labels
 
 
-def make_checkpoints(folder: Path) -> None:
-    """Save the tiny models that the ranks load."""
-    import transformers as hf
-
-    torch.manual_seed(0)
-    llama = hf.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32,
-    )  # fmt: skip
-    hf.LlamaForCausalLM(llama).save_pretrained(folder / "llama")
-    bert = hf.BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-        max_position_embeddings=32, num_labels=2,
-    )  # fmt: skip
-    hf.BertForSequenceClassification(bert).save_pretrained(folder / "bert")
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 8, "eos_token_id": 2,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-        "patch_size": 4,
-    }  # fmt: skip
-    clip = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    hf.CLIPModel(clip).save_pretrained(folder / "clip")
-
-
-def worker_of(path: str) -> Worker:
+def worker_of(path: str, model: Any = None) -> Worker:
     worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
-    worker.build(None, open_checkpoint(path))
+    worker.build(model, open_checkpoint(path))
     worker.load()
     return worker
 
@@ -109,14 +84,12 @@ def run_llama(folder: str) -> dict[str, Any]:
 def run_square(folder: str) -> dict[str, Any]:
     """Outputs whose shape does not tell rows from rows × rows."""
     results: dict[str, Any] = {}
-    worker = worker_of(f"{folder}/bert")
-    for num_rows in (6, 3, 7, 2):
-        output = worker.forward(
-            batch_of(input_ids=Split(tokens(num_rows, length=2)), output_hidden_states=True, return_dict=True)
-        )
-        results[f"bert {num_rows}"] = output
+    worker = worker_of(f"{folder}/bert-classifier")
+    for num_rows in SIZES:
+        batch = batch_of(input_ids=Split(tokens(num_rows, 3)), output_hidden_states=True, return_dict=True)
+        results[f"bert {num_rows}"] = worker.forward(batch)
     worker = worker_of(f"{folder}/clip")
-    for num_rows in (6, 3, 7, 2):
+    for num_rows in SIZES:
         output = worker.forward(batch_of(input_ids=Split(tokens(num_rows, 5)), pixel_values=Split(pixels(num_rows))))
         wanted = ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")
         value = None if output.value is None else {key: output.value[key] for key in wanted}
@@ -125,7 +98,7 @@ def run_square(folder: str) -> dict[str, Any]:
 
 
 def pixels(num_rows: int) -> torch.Tensor:
-    return torch.rand(num_rows, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    return torch.rand(num_rows, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
 class Reporter(nn.Module):
@@ -182,9 +155,7 @@ def cut_short(x: torch.Tensor) -> None:
 
 
 def run_aborted_backward(path: str) -> dict[str, Any]:
-    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
-    worker.build(Stack, open_checkpoint(path))
-    worker.load()
+    worker = worker_of(path, Stack)
     worker.trainer.set_optimizer(torch.optim.SGD, {"lr": 0.5})
     batch = batch_of(x=Split(STACK_ROWS))
     with pytest.raises(KeyError, match="in backward"):
@@ -197,9 +168,7 @@ def run_aborted_backward(path: str) -> dict[str, Any]:
 
 
 def run_calls(path: str) -> dict[str, Any]:
-    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
-    worker.build(Reporter, open_checkpoint(path))
-    worker.load()
+    worker = worker_of(path, Reporter)
     # Four features of four rows: which dim holds rows, only the dim asked for tells.
     turned = worker.forward(batch_of(x=Split(TURNED_ROWS)), out=Out.gather(dim=-1))
     worker.module.get_submodule("linear").train()
@@ -245,13 +214,12 @@ def run_worker(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
     path = tmp_path_factory.mktemp("worker")
-    make_checkpoints(path)
+    for name in ("llama", "bert-classifier", "clip"):
+        ARCHITECTURES[name].make().save_pretrained(path / name)
     torch.manual_seed(0)
-    save_file(Reporter().state_dict(), path / "reporter.safetensors")
-    save_file(Stack().state_dict(), path / "stack.safetensors")
+    for model in (Reporter, Stack):
+        save_file(model().state_dict(), path / f"{model.__name__.lower()}.safetensors")
     return path
 
 
@@ -265,10 +233,14 @@ def gathered(ranks: list[dict[str, Any]], name: str, num_rows: int) -> Any:
     return select_output(None, [result[name] for result in ranks], batch.rows, batch.dim)
 
 
-def llama_twin(folder: Path) -> Any:
-    from transformers import LlamaForCausalLM
+def reference(folder: Path, name: str) -> Any:
+    return type(ARCHITECTURES[name].make()).from_pretrained(folder / name)
 
-    return LlamaForCausalLM.from_pretrained(folder / "llama")
+
+def plain(folder: Path, model: Any) -> Any:
+    module = model()
+    module.load_state_dict(load_file(folder / f"{model.__name__.lower()}.safetensors"))
+    return module
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -277,95 +249,73 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.timeout(120)
 def test_forward_equals_one_process(ranks: list[dict[str, Any]], folder: Path) -> None:
-    twin = llama_twin(folder)
+    one_process = reference(folder, "llama")
     with torch.no_grad():
-        expected = twin(input_ids=tokens(7), labels=masked_labels())
+        expected = one_process(input_ids=tokens(7), labels=masked_labels())
+        fewer = {num_rows: one_process(input_ids=tokens(num_rows)).logits for num_rows in (1, 2)}
     output = gathered(ranks, "seven", 7)
     assert type(output) is type(expected)
     assert close(output.logits, expected.logits)
     assert close(output.loss, expected.loss)
     assert output.past_key_values is None
-    for name, num_rows in (("two", 2), ("one", 1)):
-        with torch.no_grad():
-            expected = twin(input_ids=tokens(num_rows))
-        assert close(gathered(ranks, name, num_rows).logits, expected.logits)
-    with torch.no_grad():
-        expected = twin(input_ids=tokens(2))
-    assert close(select_output(None, [result["replicated"] for result in ranks], (), 0).logits, expected.logits)
+    assert close(gathered(ranks, "two", 2).logits, fewer[2])
+    assert close(gathered(ranks, "one", 1).logits, fewer[1])
+    assert close(select_output(None, [result["replicated"] for result in ranks], (), 0).logits, fewer[2])
     assert [result["rank0"].value is None for result in ranks] == [False, True, True]
+    assert [result["seen"] for result in ranks] == [10, 11, 12], "call runs inside the rank"
 
 
 def test_training_and_saving_equal_one_process(ranks: list[dict[str, Any]], folder: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    twin = llama_twin(folder)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    one_process = reference(folder, "llama")
+    optimizer = torch.optim.SGD(one_process.parameters(), lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
-        loss = twin(input_ids=tokens(7), labels=masked_labels()).loss
+        loss = one_process(input_ids=tokens(7), labels=masked_labels()).loss
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(one_process.parameters(), 0.5)
         optimizer.step()
         for result in ranks:
             assert result["metrics"][step] == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, abs=1e-5)
     assert [len(result["state"]) > 0 for result in ranks] == [True, False, False]
-    expected = twin.state_dict()
+    expected = one_process.state_dict()
     assert set(ranks[0]["state"]) == set(expected)
-    saved = LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
+    saved = type(one_process).from_pretrained(folder / "saved").state_dict()
     for name, value in expected.items():
         assert close(ranks[0]["state"][name], value), name
         assert torch.equal(saved[name], ranks[0]["state"][name]), name
 
 
-@pytest.mark.parametrize("num_rows", [6, 3, 7, 2])
-def test_labels_by_rows_are_rows(ranks: list[dict[str, Any]], folder: Path, num_rows: int) -> None:
-    """Two labels for two rows are as square as CLIP's logits, and two positions as square again."""
-    from transformers import BertForSequenceClassification
-
-    twin = BertForSequenceClassification.from_pretrained(folder / "bert")
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_labels_by_rows_are_rows_and_rows_by_rows_are_not(
+    ranks: list[dict[str, Any]], folder: Path, num_rows: int
+) -> None:
+    """Three labels for three rows are as square as CLIP's logits, and three positions as square again."""
     with torch.no_grad():
-        expected = twin(input_ids=tokens(num_rows, length=2), output_hidden_states=True)
+        expected = reference(folder, "bert-classifier")(input_ids=tokens(num_rows, 3), output_hidden_states=True)
+        other = reference(folder, "clip")(input_ids=tokens(num_rows, 5), pixel_values=pixels(num_rows))
     output = gathered(ranks, f"bert {num_rows}", num_rows)
     assert close(output.logits, expected.logits)
     assert close(output.hidden_states[1], expected.hidden_states[1])
-
-
-@pytest.mark.parametrize("num_rows", [6, 3, 7, 2])
-def test_rows_by_rows_come_back_per_rank(ranks: list[dict[str, Any]], folder: Path, num_rows: int) -> None:
-    from transformers import CLIPModel
-
-    twin = CLIPModel.from_pretrained(folder / "clip")
-    with torch.no_grad():
-        expected = twin(input_ids=tokens(num_rows, 5), pixel_values=pixels(num_rows))
     output = gathered(ranks, f"clip {num_rows}", num_rows)
-    assert close(output["text_embeds"], expected.text_embeds)
-    assert close(output["image_embeds"], expected.image_embeds)
+    assert close(output["text_embeds"], other.text_embeds)
     rows = deal((Split(torch.zeros(num_rows)),), {}, WORLD_SIZE)[0].rows
     for name in ("logits_per_image", "logits_per_text"):
+        shapes = [None if part is None else tuple(part.shape) for part in output[name]]
         assert isinstance(output[name], PerRank), name
-        assert [None if part is None else tuple(part.shape) for part in output[name]] == [
-            (count, count) if count else None for count in rows
-        ]
-
-
-def test_call_runs_inside_the_rank(ranks: list[dict[str, Any]]) -> None:
-    assert [result["seen"] for result in ranks] == [10, 11, 12]
+        assert shapes == [(count, count) if count else None for count in rows]
 
 
 def test_training_is_right_after_a_backward_that_raised_inside_a_call(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    from safetensors.torch import load_file
-
-    twin = Stack()
-    twin.load_state_dict(load_file(folder / "stack.safetensors"))
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    one_process = plain(folder, Stack)
+    optimizer = torch.optim.SGD(one_process.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        loss = square(twin(STACK_ROWS))
+        loss = square(one_process(STACK_ROWS))
         loss.backward()
         norm = nn.utils.get_total_norm(
-            [parameter.grad for parameter in twin.parameters() if parameter.grad is not None]
+            [parameter.grad for parameter in one_process.parameters() if parameter.grad is not None]
         )
         optimizer.step()
         for result in ranks:
@@ -374,11 +324,8 @@ def test_training_is_right_after_a_backward_that_raised_inside_a_call(
 
 
 def test_outputs_are_gathered_in_the_dim_asked_for(ranks: list[dict[str, Any]], folder: Path) -> None:
-    from safetensors.torch import load_file
-
-    twin = Reporter().eval()
-    twin.load_state_dict(load_file(folder / "reporter.safetensors"))
+    one_process = plain(folder, Reporter).eval()
     output = select_output(Out.gather(dim=-1), [result["turned"] for result in ranks], (4, 4, 4), 0)
     with torch.no_grad():
-        assert close(output["turned"], twin(TURNED_ROWS)["turned"])
+        assert close(output["turned"], one_process(TURNED_ROWS)["turned"])
     assert isinstance(output["y"], PerRank), "its rows are in another dim"

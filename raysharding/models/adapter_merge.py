@@ -88,11 +88,11 @@ def adapter_merges(module: nn.Module) -> dict[str, AdapterMerge]:
         path = clean_name(name)
         if problem := _problem(layer, owners):
             problems.append(f"{path}: {problem}")
-        else:
-            prefix = f"{path}." if path else ""
-            for tensor, factors, is_bias in _factors_of(layer):
-                fqn, paths = canonical[tensor], tuple(prefix + factor for factor in factors)
-                merges[fqn] = AdapterMerge(names.base.get(fqn, fqn), paths, layer, prefix, is_bias)
+            continue
+        prefix = f"{path}." if path else ""
+        for tensor, factors, is_bias in _factors_of(layer):
+            fqn, paths = canonical[tensor], tuple(prefix + factor for factor in factors)
+            merges[fqn] = AdapterMerge(names.base.get(fqn, fqn), paths, layer, prefix, is_bias)
     if problems:
         raise PlanError(
             f"the adapters of {len(problems)} layers cannot be merged into the base weights; take the adapters alone, "

@@ -28,35 +28,11 @@ ADAPTER_PREFIX: Final = "base_model.model."
 """Prefix of every name in a file of adapters: the path at which a `PeftModel` holds the model."""
 ADAPTER: Final = "default"
 """peft's name of the adapters."""
-_SUPPORTED: Final = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "ensure_weight_tying",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "r",
-        "rank_pattern",
-        "revision",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "trainable_token_indices",
-        "use_dora",
-        "use_rslora",
-    }
+_SUPPORTED: Final = (
+    "alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules fan_in_fan_out "
+    "inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_bias lora_dropout "
+    "modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters task_type "
+    "trainable_token_indices use_dora use_rslora"
 )
 """Fields of `peft.LoraConfig` that may differ from their defaults. The other fields read base weights when adapters are
 created, and no rank holds these whole; or the fields change which parameters the base checkpoint fills. DoRA's first
@@ -156,9 +132,8 @@ class Adapted:
             import peft
         except ImportError as exc:
             raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
-        if self.fields.get("peft_type") != "LORA":
-            what = f"adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported"
-            raise PlanError(f"{self.origin}: {what}")
+        if (kind := self.fields.get("peft_type")) != "LORA":
+            raise PlanError(f"{self.origin}: adapters of peft_type={kind!r}: only LORA is supported")
         try:
             config = peft.LoraConfig.from_peft_type(**{**self.fields, "inference_mode": False})
         except _PEFT_ERRORS as error:
@@ -173,8 +148,7 @@ class Adapted:
             with torch.device("meta"):
                 peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         except (*_PEFT_ERRORS, NotImplementedError) as error:
-            what = f"peft cannot add adapters to {type(module).__name__}: {error}"
-            raise PlanError(f"{self.origin}: {what}") from error
+            raise PlanError(f"{self.origin}: peft cannot add adapters to {type(module).__name__}: {error}") from error
         # peft may have changed the fields: experts that are one parameter become `target_parameters`.
         _check_supported(config, f"{self.origin}, as peft reads it for {type(module).__name__}")
         if getattr(config, "target_modules_to_tie", None):
@@ -391,7 +365,9 @@ def _check_supported(config: Any, where: str) -> None:
     """
     default = type(config)().to_dict()
     for key, value in config.to_dict().items():
-        if key not in _SUPPORTED and (value or None) != (default.get(key) or None):  # peft may leave an empty set
+        if key not in _SUPPORTED.split() and (value or None) != (
+            default.get(key) or None
+        ):  # peft may leave an empty set
             raise ValueError(
                 f"{where}: LoraConfig({key}={value!r}) is not supported: it needs base weights, which no rank holds "
                 "whole: leave it out, or train such adapters with peft in one process"

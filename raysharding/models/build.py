@@ -29,6 +29,7 @@ ModelSource = str | Callable[[], nn.Module] | Adapted | None
 """Accepted types of `from_checkpoint(model=...)`: `None`, the name of a transformers auto class, or a callable; with
 `peft_config=`, an `Adapted`."""
 
+_PASS_MODEL = "pass as model= a callable that returns an nn.Module"
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that torch accepts as its default dtype, and so can build a model in."""
 
@@ -58,15 +59,15 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     if isinstance(model, Adapted):
-        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), path_of(checkpoint)))
-    if model is None or isinstance(model, str):
-        return make_contiguous(_build_from_config(model, checkpoint, dtype))
-    if not callable(model):
-        raise PlanError(
-            f"model={model!r} is a {type(model).__name__}: give None, an auto class name, or a callable without "
-            "arguments that returns an nn.Module"
-        )
-    return make_contiguous(_build_from_callable(model, dtype))
+        module = model.build(lambda base: build_module(base, checkpoint, dtype), path_of(checkpoint))
+    elif model is None or isinstance(model, str):
+        module = _build_from_config(model, checkpoint, dtype)
+    elif callable(model):
+        module = _build_from_callable(model, dtype)
+    else:
+        what = f"model={model!r} is a {type(model).__name__}"
+        raise PlanError(f"{what}: give None, an auto class name, or a callable that returns an nn.Module")
+    return make_contiguous(module)
 
 
 def path_of(checkpoint: Checkpoint) -> str:
@@ -162,20 +163,16 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as exc:
-        raise PlanError(
-            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
-            "callable that returns an nn.Module"
-        ) from exc
+        need = "building a model from config.json needs transformers: pip install 'raysharding[hf]'"
+        raise PlanError(f"{need}, or {_PASS_MODEL}") from exc
     return transformers
 
 
 def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a copy of config.json's fields; raise PlanError if a model cannot be built from them."""
     if checkpoint.config is None:
-        raise PlanError(
-            f"{checkpoint.path}: there is no config.json beside the weights, so the model's class is unknown: pass as "
-            "model= a callable that returns an nn.Module"
-        )
+        what = "there is no config.json beside the weights, so the model's class is unknown"
+        raise PlanError(f"{checkpoint.path}: {what}: {_PASS_MODEL}")
     fields: dict[str, Any] = _plain(checkpoint.config)
     quantization = fields.get("quantization_config")
     if quantization is not None:
@@ -183,11 +180,6 @@ def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
         raise PlanError(
             f"{checkpoint.path}: config.json says the weights are quantized (quant_method={method!r}), which is not "
             "supported: use a checkpoint in float32, bfloat16 or float16"
-        )
-    if "model_type" not in fields and not fields.get("architectures"):
-        raise PlanError(
-            f"{checkpoint.path}: config.json names neither model_type nor architectures, so the model's class is "
-            "unknown: pass as model= a callable that returns an nn.Module"
         )
     return fields
 
@@ -208,24 +200,22 @@ def _plain(value: Any) -> Any:
 
 def _architecture(transformers: Any, fields: dict[str, Any], path: str) -> Any:
     """Return the class that `architectures` names."""
-    names = fields.get("architectures") or ()
-    if not names:
-        raise PlanError(
-            f"{path}: config.json names no architectures: pass as model= an auto class such as 'AutoModelForCausalLM'"
-        )
-    name = names[0]
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    name = next(iter(fields.get("architectures") or ()), None)
+    cls = getattr(transformers, str(name), None)
     if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
         return cls
-    if "auto_map" in fields:
-        raise PlanError(
-            f"{path}: {name!r} is code that the checkpoint contains (auto_map), and such code is never run: "
-            "import the class yourself and pass as model= a callable that returns the module"
+    if name is None:
+        what, cure = (
+            "config.json names no architectures",
+            "give model='AutoModelForCausalLM' or another auto class, or ",
         )
-    raise PlanError(
-        f"{path}: transformers {transformers.__version__} has no model class {name!r}: upgrade transformers, or pass "
-        "as model= an auto class such as 'AutoModel', or a callable that returns an nn.Module"
-    )
+    elif "auto_map" in fields:
+        what = f"{name!r} is code that the checkpoint contains (auto_map), and such code is never run"
+        cure = "import the class yourself and "
+    else:
+        what = f"transformers {transformers.__version__} has no model class {name!r}"
+        cure = "upgrade transformers, give model='AutoModel' or another auto class, or "
+    raise PlanError(f"{path}: {what}: {cure}{_PASS_MODEL}")
 
 
 def _class_config(cls: Any, fields: dict[str, Any], path: str) -> Any:
@@ -273,10 +263,8 @@ def _typed_config(transformers: Any, fields: dict[str, Any], path: str) -> Any:
     """Return the configuration of the class that `model_type` names."""
     model_type = fields.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
-        raise PlanError(
-            f"{path}: transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade "
-            "transformers, or pass as model= a callable that returns an nn.Module"
-        )
+        what = f"transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade transformers"
+        raise PlanError(f"{path}: {what}, or {_PASS_MODEL}")
     return _make_config(transformers.CONFIG_MAPPING[model_type], fields, path)
 
 
@@ -300,7 +288,7 @@ def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
 
 
 def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a configuration with other values; see `override_config`."""
+    """Return the fields of a configuration with other values."""
     names = dict(config.attribute_map)  # such as num_hidden_layers → n_layer
     # What `from_pretrained` takes beside a configuration's fields.
     known = {**config.to_dict(), **fields, "num_labels": config.num_labels, "attn_implementation": None}
@@ -396,32 +384,32 @@ def parameters_on_meta() -> Iterator[None]:
     modules at the same time and are not affected.
     """
     owner = threading.get_ident()
-    # real parameter → its meta twin, so that a parameter registered twice has one twin; weak, so that memory is freed
-    twins: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
+    # real parameter → its copy on meta: one registered twice has one copy. Weak, so that memory is freed.
+    on_meta: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
     def to_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
         if threading.get_ident() != owner or param.is_meta:
             return None
-        if param not in twins:
-            twins[param] = _meta_twin(param)
-        return twins[param]
+        if param not in on_meta:
+            on_meta[param] = _meta_copy(param)
+        return on_meta[param]
 
     with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
         yield
 
 
-def _meta_twin(param: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-    twin.__class__ = type(param)
-    twin.__dict__.update(param.__dict__)
-    return twin
+def _meta_copy(param: nn.Parameter) -> nn.Parameter:
+    copy = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    copy.__class__ = type(param)
+    copy.__dict__.update(param.__dict__)
+    return copy
 
 
 def _move_parameters_to_meta(module: nn.Module) -> None:
     """Replace parameters that are still real, in modules that existed before the callable ran."""
-    twins: dict[nn.Parameter, nn.Parameter] = {}
+    on_meta: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():
-            if param is not None and param.device.type != "meta":
-                twins.setdefault(param, _meta_twin(param))
-                owner._parameters[name] = twins[param]
+            if param is not None and not param.is_meta:
+                on_meta.setdefault(param, _meta_copy(param))
+                owner._parameters[name] = on_meta[param]

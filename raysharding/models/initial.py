@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,20 +21,7 @@ from raysharding.models.conversion import is_transformers_model
 from raysharding.models.stand_in import class_name, stand_in
 from raysharding.torch_internals import TorchDispatchMode
 
-_SETTERS = frozenset(
-    {
-        "bernoulli_",
-        "cauchy_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-        "zero_",
-    }
-)
+_SETTERS = "bernoulli_ cauchy_ copy_ exponential_ fill_ log_normal_ normal_ random_ uniform_ zero_"
 """Operations that discard the old values; `mul_` does not, nor does `copy_` of a tensor to itself."""
 
 
@@ -61,26 +48,24 @@ class Writes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation and record its writes."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
-        arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-        read: list[torch.Tensor] = []
-        written: list[torch.Tensor] = []
+        arguments = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for argument in func._schema.arguments:
             if isinstance(tensor := arguments.get(argument.name), torch.Tensor):
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                (written if is_written else read).append(tensor)
-        for tensor in written:
-            self._note(func.overloadpacket.__name__, tensor, read)
+                tensors[argument.alias_info is not None and argument.alias_info.is_write].append(tensor)
+        for tensor in tensors[True]:
+            self._note(func.overloadpacket.__name__, tensor, tensors[False])
         return result
 
     def _note(self, operation: str, tensor: torch.Tensor, read: Sequence[torch.Tensor]) -> None:
         key = _key(tensor)
-        of_itself = [item.device == tensor.device and _key(item) == key for item in read]
-        if any(item.is_meta and not same for item, same in zip(read, of_itself, strict=True)):
+        others = [item for item in read if item.device != tensor.device or _key(item) != key]
+        is_whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+        if any(item.is_meta for item in others):
             self._unknown.add(key)
-        elif operation in _SETTERS and not any(of_itself) and _is_whole(tensor):
+        elif operation in _SETTERS.split() and len(others) == len(read) and is_whole:
             self._unknown.discard(key)
             # The reference keeps a later storage from reusing this address.
             self._set[key] = tensor.untyped_storage()
@@ -89,11 +74,6 @@ class Writes(TorchDispatchMode):
 def _key(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's memory; on meta all data pointers are 0."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor covers all of its storage."""
-    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
 INITIALISED = "_is_hf_initialized"
@@ -237,7 +217,7 @@ def lookup(module: nn.Module, fqn: str) -> torch.Tensor:
     return tensor
 
 
-@contextlib.contextmanager
+@contextmanager
 def _seeded(seed: int, fqn: str) -> Iterator[None]:
     digest = hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest()
     # The CPU generator only: `torch.manual_seed` would reseed the GPUs of a model that is training.
@@ -308,27 +288,23 @@ def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[s
 
 
 def _proven(module: nn.Module, names: Sequence[str]) -> set[str]:
-    """Return the names whose whole tensors are set by their owners' rules."""
+    """Return the names whose whole tensors are set by their owners' rules, which a module's tensors share."""
     owners: dict[str, list[str]] = {}
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     wanted = {id(lookup(module, name)) for name in names}
     copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=id(tensor) not in wanted))
-    return {name for held in owners.values() for name in _proven_of_owner(copy, held)}
-
-
-def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
-    """Return the proven names of one module of the stand-in; all its tensors have the same rules."""
     proven: set[str] = set()
-    for rule in rules_for(root, names[0]):
-        before = {name: lookup(root, name) for name in names}
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), Writes() as writes:
-            try:
-                rule(root, names[0])
-            except Exception:  # noqa: BLE001 - a rule may be a user's code
-                # The rule may need values, which this dry run lacks; the run on a real tensor decides.
-                return proven
-        proven |= {name for name in names if writes.cover(before[name]) or _replaced(before[name], lookup(root, name))}
+    for held in owners.values():
+        # A rule may need values, which this dry run lacks; the run on a real tensor decides.
+        with suppress(Exception):
+            for rule in rules_for(copy, held[0]):
+                before = {name: lookup(copy, name) for name in held}
+                with torch.random.fork_rng(devices=[]), torch.no_grad(), Writes() as writes:
+                    rule(copy, held[0])
+                for name, tensor in before.items():
+                    if writes.cover(tensor) or _replaced(tensor, lookup(copy, name)):
+                        proven.add(name)
     return proven
 
 

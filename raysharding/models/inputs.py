@@ -58,13 +58,13 @@ class InputBounds:
             module: The root module, on meta or loaded.
         """
         parameters = inspect.signature(module.forward).parameters
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        positions = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        keywords = frozenset(name for name, parameter in parameters.items() if parameter.kind in by_keyword)
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        positions = tuple(name for name, kind in kinds.items() if kind in (inspect.Parameter.POSITIONAL_ONLY, either))
+        keywords = frozenset(name for name, kind in kinds.items() if kind in (inspect.Parameter.KEYWORD_ONLY, either))
         needs_labels = is_transformers_model(module) and "labels" in parameters
         labels = frozenset(name for name in parameters if _LABEL.search(name)) if needs_labels else frozenset()
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
         known: dict[str, Any] = {"keywords": None if takes_any else keywords, "labels": labels}
         config: Any = getattr(module, "config", None)
         if config is None or not hasattr(module, "get_input_embeddings"):

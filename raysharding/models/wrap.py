@@ -7,7 +7,7 @@ Note: requirements of a group.
     gathered. Models often read the weights of embeddings and heads from elsewhere, so these stay in the root's group,
     which is gathered during the whole forward and backward, unless the model's own FSDP plan names them.
 
-`split_by_dtype`: separates trainable parameters of different dtypes, because FSDP2 reduces a group as one tensor.
+    FSDP2 also reduces the gradients of a group as one tensor.
 
 `whole_parameters`: finds the parameters that no group shards, among them small ones of another dtype than their group.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import nn
@@ -41,6 +40,8 @@ MAX_WHOLE_BYTES = 1 << 20
 Groups of their own would cost two messages each a step, and many are read without a call of the module that holds them.
 """
 
+_Held = Mapping[str, Mapping[str, nn.Parameter]]
+"""Module name → FQN → parameter."""
 _Kind = Callable[[nn.Parameter], torch.dtype | None]
 """The dtype of a parameter that must be equal in a group; `None` if the parameter's does not matter."""
 
@@ -74,10 +75,9 @@ def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple
     """
     found = ignored_parameters(root, sharding)
     found.update(parameter for parameter in root.parameters() if not is_cut(parameter))
-    members = {name for names in groups for name in names}
     for kind in _kinds(root, sharding):
         for names in (*groups, ("",)):
-            held = _held(root, names, members, found, kind)
+            held = _Tree(root, found).held(names, groups, kind)
             main = _main_dtype(held, kind)
             others = [(name, one) for name, owned in held.items() for one in owned.values() if kind(one) != main]
             found.update(one for name, one in others if _may_be_whole(root, name, one))
@@ -90,24 +90,20 @@ def _may_be_whole(root: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     return is_table or parameter.nbytes <= MAX_WHOLE_BYTES
 
 
-def _main_dtype(held: Mapping[str, Mapping[str, nn.Parameter]], kind: _Kind) -> torch.dtype | None:
+def _main_dtype(held: _Held, kind: _Kind) -> torch.dtype | None:
     """Return the dtype of the most elements; of two equal halves, the narrower one."""
-    num_elements: Counter[torch.dtype] = Counter()
+    num_elements: Counter[torch.dtype | None] = Counter()
     for parameter in (one for parameters in held.values() for one in parameters.values()):
-        if (dtype := kind(parameter)) is not None:
-            num_elements[dtype] += parameter.numel()
-    return max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize), default=None)
+        num_elements[kind(parameter)] += parameter.numel()
+    return max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize if dtype else 0), default=None)
 
 
-def split_by_dtype(
-    root: nn.Module, groups: Sequence[tuple[str, ...]], ignored: AbstractSet[nn.Parameter], kind: _Kind
-) -> list[tuple[str, ...]]:
+def _split_by_dtype(tree: _Tree, groups: Sequence[tuple[str, ...]], kind: _Kind) -> list[tuple[str, ...]]:
     """Put modules whose parameters have another dtype than their group's into groups of their own.
 
     Args:
-        root: The root module.
+        tree: The module tree.
         groups: Groups that share no parameters; the root's group is implied.
-        ignored: Parameters that belong to no group.
         kind: The dtype that counts.
 
     Returns:
@@ -118,46 +114,37 @@ def split_by_dtype(
     Raises:
         PlanError: A large parameter of another dtype is in a module with others, or in one that is not called.
     """
-    members = {name for names in groups for name in names}
-    result = [part for names in groups for part in _parted(root, names, members, ignored, kind)]
+    result: list[tuple[str, ...]] = []
+    for names in groups:
+        # A group whose modules have one dtype each is partitioned.
+        parts: dict[frozenset[torch.dtype | None], list[str]] = {}
+        for name in names:
+            owned = tree.held([name], groups, kind).values()
+            parts.setdefault(frozenset(kind(one) for some in owned for one in some.values()), []).append(name)
+        is_parted = all(len(dtypes) == 1 for dtypes in parts)
+        result += map(tuple, parts.values()) if is_parted else [names]
     for names in [*result, ("",)]:
-        result += [(split,) for split in dict.fromkeys(_split(root, names, members, ignored, kind))]
+        result += [(split,) for split in dict.fromkeys(_leaving(tree, names, groups, kind))]
     return result
 
 
-def _parted(
-    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
-) -> list[tuple[str, ...]]:
-    """Return a group partitioned by dtype if each of its modules has one dtype; otherwise the group unchanged."""
-    parts: dict[torch.dtype | None, list[str]] = {}
-    for name in names:
-        held = _held(root, [name], members, ignored, kind)
-        dtypes = {kind(parameter) for parameters in held.values() for parameter in parameters.values()}
-        if len(dtypes) != 1:
-            return [names]
-        parts.setdefault(dtypes.pop(), []).append(name)
-    return [tuple(part) for part in parts.values()]
-
-
-def _split(
-    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
-) -> Iterator[str]:
+def _leaving(tree: _Tree, names: tuple[str, ...], groups: Sequence[tuple[str, ...]], kind: _Kind) -> Iterator[str]:
     """Yield the modules that must leave a group."""
-    held = _held(root, names, members, ignored, kind)
+    held = tree.held(names, groups, kind)
     main = _main_dtype(held, kind)
     for name, parameters in held.items():
         others = {fqn: one for fqn, one in parameters.items() if kind(one) != main}
-        large = next((fqn for fqn, one in others.items() if not _may_be_whole(root, name, one)), None)
+        large = next((fqn for fqn, one in others.items() if not _may_be_whole(tree.root, name, one)), None)
         if large is None:
             continue
         inside = [one for one in held if one.startswith(f"{name}.")]  # would leave the group together with `name`
         leaving = [name, *(one for one in inside if any(kind(item) == main for item in held[one].values()))]
-        if name in names or len(others) < len(parameters) or not all(_runs_forward(root, one) for one in leaving):
-            every = {fqn: one for parameters in held.values() for fqn, one in parameters.items()}
-            other = next(fqn for fqn, one in every.items() if kind(one) == main)
+        if name in names or len(others) < len(parameters) or not all(_runs_forward(tree.root, one) for one in leaving):
+            every = {fqn: kind(one) for parameters in held.values() for fqn, one in parameters.items()}
+            other = next(fqn for fqn, dtype in every.items() if dtype == main)
             raise PlanError(
-                f"{large} is {kind(every[large])} and {other} is {main}, but both would be in one FSDP group, which "
-                "must have one dtype: load with dtype=torch.float32 (or another that the model keeps throughout) and "
+                f"{large} is {every[large]} and {other} is {main}, but both would be in one FSDP group, which must "
+                "have one dtype: load with dtype=torch.float32 (or another that the model keeps throughout) and "
                 "without mixed_precision, or freeze one"
             )
         yield from leaving
@@ -170,31 +157,6 @@ def _runs_forward(root: nn.Module, name: str) -> bool:
     if name == "" or isinstance(parent, nn.MultiheadAttention) or type(module).forward is nn.Module.forward:
         return False
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-
-
-def _held(
-    root: nn.Module, names: Iterable[str], members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
-) -> dict[str, dict[str, nn.Parameter]]:
-    """Return module name → FQN → parameter, of the parameters of a group for which `kind` has a dtype."""
-    return dict(item for name in names for item in _own_parameters(root, name, members, ignored, kind))
-
-
-def _own_parameters(
-    root: nn.Module, name: str, members: set[str], ignored: AbstractSet[nn.Parameter], kind: _Kind
-) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yield (module name, FQN → such a parameter that the module holds directly), without inner groups."""
-    module = root.get_submodule(name)
-    dot = f"{name}." if name else ""
-    parameters = {
-        dot + key: parameter
-        for key, parameter in module._parameters.items()
-        if parameter is not None and is_cut(parameter) and kind(parameter) and parameter not in ignored
-    }
-    if parameters:
-        yield name, parameters
-    for child, _ in module.named_children():
-        if dot + child not in members:
-            yield from _own_parameters(root, dot + child, members, ignored, kind)
 
 
 def ignored_modules(root: nn.Module, sharding: Sharding) -> set[nn.Module]:
@@ -272,7 +234,7 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
         groups += [group] if group else []
     groups = _settle_shared(tree, groups)
     for kind in _kinds(module, sharding):
-        groups = split_by_dtype(module, groups, tree.ignored, kind)
+        groups = _split_by_dtype(tree, groups, kind)
     order = {name: index for index, name in enumerate(tree.modules)}
     # A module must be sharded before the module that contains it.
     groups.sort(key=lambda names: (-max(name.count(".") for name in names), order[names[0]]))
@@ -314,16 +276,16 @@ def full_precision_groups(
         sharding: The sharding; `mixed_precision` is read.
         groups: Result of `wrap_groups`; the root's group, under `("",)`, is implied.
     """
-    low, members = low_dtype(sharding), {name for names in groups for name in names}
+    low = low_dtype(sharding)
     if low is None:
         return set()
     kind, _ = _kinds(module, sharding)
-    ignored = ignored_parameters(module, sharding)
+    tree = _Tree(module, ignored_parameters(module, sharding))
     return {
         names
         for names in (*groups, ("",))
         if all(stays_in_full_precision(module.get_submodule(name)) for name in names)
-        or _main_dtype(_held(module, names, members, ignored, kind), kind) not in (None, low)
+        or _main_dtype(tree.held(names, groups, kind), kind) not in (None, low)
     }
 
 
@@ -354,6 +316,19 @@ class _Tree:
     def is_cut(self, parameter: nn.Parameter) -> bool:
         """Return True if FSDP2 shards this parameter and it is not ignored."""
         return is_cut(parameter) and parameter not in self.ignored
+
+    def held(self, names: Iterable[str], groups: Iterable[tuple[str, ...]], kind: _Kind) -> _Held:
+        """Return the parameters of one group, without those of groups inside it, for which `kind` has a dtype."""
+        found: dict[str, dict[str, nn.Parameter]] = {}
+        members = {name for group in groups for name in group}
+        pending = list(names)
+        while pending:
+            name = pending.pop(0)
+            module, dot = self.root.get_submodule(name), f"{name}." if name else ""
+            parameters = {dot + key: one for key, one in module._parameters.items() if one is not None}
+            found[name] = {fqn: one for fqn, one in parameters.items() if self.is_cut(one) and kind(one)}
+            pending[:0] = [dot + child for child, _ in module.named_children() if dot + child not in members]
+        return {name: parameters for name, parameters in found.items() if parameters}
 
     def inside(self, name: str, other: str) -> bool:
         """Return True if module `name` is inside module `other`."""
@@ -473,26 +448,15 @@ def _by_class(tree: _Tree, wanted: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _settle_shared(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Merge groups that share a parameter; drop a group that shares a parameter with a module that contains it."""
-    while (changed := _settle_once(tree, groups)) is not None:
-        groups = changed
-    return groups
-
-
-def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
-    """Take one step; return `None` when no group is left to change."""
-    for owners in _owners(tree, groups).values():
-        if len(owners) < 2:
+    while shared := next((owners for owners in _owners(tree, groups).values() if len(owners) > 1), None):
+        outer = {index for index in shared if index is None or _contains_another(tree, groups, index, shared)}
+        if outer:  # the innermost owners are dropped: the modules that contain them take their parameters
+            groups = [names for index, names in enumerate(groups) if index not in shared - outer]
             continue
-        outer = {index for index in owners if index is None or _contains_another(tree, groups, index, owners)}
-        if not outer:
-            first, *others = sorted(index for index in owners if index is not None)
-            merged = tuple(name for index in (first, *others) for name in groups[index])
-            rest = [names for index, names in enumerate(groups) if index not in others]
-            rest[rest.index(groups[first])] = merged
-            return rest
-        # Drop the innermost owners: the modules that contain them take their parameters.
-        return [names for index, names in enumerate(groups) if index not in owners - outer]
-    return None
+        first, *others = sorted(index for index in shared if index is not None)
+        groups[first] = tuple(name for index in (first, *others) for name in groups[index])
+        groups = [names for index, names in enumerate(groups) if index not in others]
+    return groups
 
 
 def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int | None]]:

@@ -24,7 +24,7 @@ class PredictStart:
     """Number of parts that the rows are cut into."""
     is_over: bool
     """True if there is nothing to compute."""
-    in_files: bool
+    is_saved: bool
     """True if files hold the rank's weights: a restart of the group would bring back the same."""
 
 
@@ -57,7 +57,7 @@ class Predictor:
         self._run: Prediction | None = None
 
     def predict_begin(self, plan: PredictPlan) -> PredictStart:
-        """Open the data and the output; see `Prediction`. Collective. Ends an earlier run that was not ended.
+        """Open the data and the output. Collective. Ends an earlier run that was not ended.
 
         Raises:
             DataError: On every rank: the data cannot be read, or the output holds something else.
@@ -66,10 +66,10 @@ class Predictor:
             self.predict_end()
             module = self._status.module
             self._run = run = Prediction(plan, self._status.device, InputBounds.of(module), module)
-            return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.in_files)
+            return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.is_saved)
 
     def predict_steps(self, num_steps: int) -> PredictSteps:
-        """Take forwards; see `Prediction.steps`. Collective."""
+        """Take up to `num_steps` forwards. Collective."""
         with self._status.running("forward", "predict"):
             run = self._run
             assert run is not None, "predict_begin comes first"

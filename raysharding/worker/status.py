@@ -173,7 +173,7 @@ class RankStatus:
             raise RuntimeError(_NO_GROUP.format(name=name))
 
     @property
-    def in_files(self) -> bool:
+    def is_saved(self) -> bool:
         """True if files hold weights and optimizer: they were loaded or saved, and not changed since."""
         committed = None if self.saver.last_committed is None else self.copied_version
         return self.weights_version in (self.saved_version, committed)

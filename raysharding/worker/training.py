@@ -44,6 +44,7 @@ from raysharding.worker.status import RankStatus, is_training
 Mode = Literal["train", "eval"]
 
 
+_NO_RUN = "load a checkpoint that fit saved, with an optimizer set, as by optimizer= of from_checkpoint"
 _BATCHES_A_STEP = 8
 _STEP_NAME = re.compile(r"step-\d+")
 
@@ -61,7 +62,7 @@ class FitStart:
     has_save: bool
     """True if the directory of the run's saves holds that of this position; the weights may have changed since."""
     warning: str | None
-    """See `Trainer.new_warning`."""
+    """A warning about the trained weights' dtype that the driver has not had yet."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class Trainer:
         self._warning: str | None = None
 
     def new_warning(self) -> str | None:
-        """Return what the driver is to warn of in the trained weights' dtype; `None` if nothing, or told before."""
-        told, self._warning = self._warning, precision_warning(self._status.module)
-        return None if self._warning == told else self._warning
+        """Return the warning about the trained weights' dtype; `None` without one, or if the last call returned it."""
+        last, self._warning = self._warning, precision_warning(self._status.module)
+        return None if self._warning == last else self._warning
 
     def set_optimizer(
         self,
@@ -173,11 +174,11 @@ class Trainer:
         mode: Mode | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> dict[str, float]:
-        """Take one optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
+        """Take one optimizer step over the whole batch. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.losses.loss_of_batch`.
+            loss: Called with the output; returns the loss. Default: the output's own.
             max_grad_norm: Clip to this global 2-norm. Default: only measure.
             mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
             gradient_accumulation_steps: Number of parts that the rows are split into, run one after the other.
@@ -203,11 +204,11 @@ class Trainer:
     def forward_backward(
         self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, sync: bool = True
     ) -> dict[str, float]:
-        """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
+        """Add a batch's gradients to those since the last update. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.losses.loss_of_batch`.
+            loss: Called with the output; returns the loss. Default: the output's own.
             mode: As for `train_step`.
             sync: Reduce the gradients over the ranks.
         """
@@ -221,7 +222,7 @@ class Trainer:
             return forward_backward(self._status.module, on_device, passes, loss=loss, training=training, sync=sync)
 
     def optim_step(self, max_grad_norm: float | None = None) -> dict[str, float]:
-        """Update the parameters with the gradients since the last update; see `distributed.training.step`. Collective.
+        """Update the parameters with the gradients since the last update. Collective.
 
         Args:
             max_grad_norm: As for `train_step`.
@@ -295,7 +296,7 @@ class Trainer:
             if position is not None and (found is None or found.run != position.run):
                 found = position
             if resume and found is None:
-                raise ValueError(f"resume=True, but there is no run to resume: {from_rank_0(self._why_no_run)}")
+                raise ValueError(f"resume=True, but there is no run to resume: {_NO_RUN}")
             module = self._status.module
             bounds = InputBounds.of(module).for_loss(plan.loss)
             self._fit = Fit(plan, self._status.device, found, bounds, module)
@@ -307,18 +308,8 @@ class Trainer:
                 with agreeing():  # before the first step, not at the first save
                     if self._status.local_rank == 0:
                         check_writable(save_to)
-            total_steps, in_files = self._fit.data_loader.total_steps, self._status.in_files
-            return FitStart(self.position, total_steps, in_files, has_save, self.new_warning())
-
-    def _why_no_run(self) -> str:
-        """Return why the ranks hold no position of a run, for people, on the rank that sees the files."""
-        path = self._status.loaded
-        if path is None or position_of(path) is None:
-            return "load a checkpoint that fit saved, or leave out resume"
-        return (
-            f"{path} holds one, but its optimizer and position were not loaded, since no optimizer was set then: pass "
-            f"optimizer= to from_checkpoint, or call group.load({path!r}) now that one is set"
-        )
+            total_steps, is_saved = self._fit.data_loader.total_steps, self._status.is_saved
+            return FitStart(self.position, total_steps, is_saved, has_save, self.new_warning())
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
         """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.
@@ -388,7 +379,7 @@ class Trainer:
         return self._dropped
 
     def evaluate(self, plan: EvaluationPlan | None) -> Iterator[dict[str, float] | None]:
-        """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
+        """Compute loss and metrics over data. Collective.
 
         Random generators have the same state after the evaluation as before, so that a run's steps do not depend on it.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharding.batch import Out, RankBatch
+from raysharding.batch import Out, RankBatch, RankOutput
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import Sidecars, new_token, seen_here
 from raysharding.config import Loading, Sharding
@@ -32,7 +32,6 @@ from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_d
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
-from raysharding.outputs import RankOutput
 from raysharding.worker.changes import version
 from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training
@@ -253,7 +252,7 @@ class Worker:
     def generate(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
     ) -> RankOutput:
-        """Generate token ids for this rank's part of the batch; see `distributed.training.generate`. Collective.
+        """Generate token ids for this rank's part of the batch. Collective.
 
         Args:
             batch: Result of `deal` for this rank.
@@ -386,15 +385,15 @@ class Worker:
         dtype: torch.dtype | None = None,
         token: str | None = None,
     ) -> SaveReport | int:
-        """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
+        """Write a standard Hugging Face directory. Collective.
 
         Args:
             path: The directory to create.
             overwrite: Replace an existing directory.
             async_save: Return once the shards are in host memory, and write them in the background.
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
-            keep_last: Number of saves of this series to keep, this one included; see `save_checkpoint`.
-            dtype: Dtype of the floating tensors in the files; see `save_checkpoint`.
+            keep_last: Number of saves of this series to keep, this one included.
+            dtype: Dtype of the floating tensors in the files. Default: their own.
             token: See `Destination`.
 
         Returns:

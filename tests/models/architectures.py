@@ -14,22 +14,11 @@ ENCODER = TEXT | {"num_hidden_layers": 2, "pad_token_id": 0, "max_position_embed
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 PATCHES = VISION | {"image_size": 16, "patch_size": 8}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-SEQ2SEQ = {
-    "vocab_size": 64,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": 2,
-}
+SEQ2SEQ = (
+    {"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": 2}
+)
 
 
 def token_inputs() -> dict[str, torch.Tensor]:
@@ -126,26 +115,17 @@ MOE = DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 DEEPSEEK = (
     DECODER
     | MLA
-    | {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 8,
-    }
+    | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    | {"first_k_dense_replace": 1, "moe_intermediate_size": 8}
 )
-T5 = {
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4} | {
     "decoder_start_token_id": 0,
-    "vocab_size": 64,
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_heads": 4,
     "pad_token_id": 0,
 }
+DISTILBERT = {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 32}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4}
+CONVNEXT = {"hidden_sizes": [8, 12], "depths": [1, 2], "num_stages": 2, "patch_size": 2}
+MAMBA = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 2], "layer_type": "basic"}
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
@@ -161,11 +141,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit": Architecture("ViTForImageClassification", "ViTConfig", PATCHES | {"num_labels": 3}, image_inputs),
     "resnet": Architecture("ResNetForImageClassification", "ResNetConfig", RESNET | {"num_labels": 3}, image_inputs),
     "clip": Architecture("CLIPModel", "CLIPConfig", _clip(), clip_inputs),
-    "mamba": Architecture(
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0},
-    ),
+    "mamba": Architecture("MambaForCausalLM", "MambaConfig", MAMBA),
     "gemma": Architecture("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 4}),
     "bart": Architecture("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq_inputs),
     "whisper": Architecture(
@@ -176,20 +152,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi": Architecture("PhiForCausalLM", "PhiConfig", DECODER | {"partial_rotary_factor": 0.5}),
     "falcon": Architecture("FalconForCausalLM", "FalconConfig", DECODER | {"bos_token_id": 1, "eos_token_id": 2}),
-    "opt": Architecture(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "word_embed_proj_dim": 16,
-            "ffn_dim": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 32,
-            "pad_token_id": 0,
-        },
-    ),
+    "opt": Architecture("OPTForCausalLM", "OPTConfig", DECODER | {"word_embed_proj_dim": 16, "ffn_dim": 24}),
     "bloom": Architecture(
         "BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 4}
     ),
@@ -197,33 +160,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llava": Architecture("LlavaForConditionalGeneration", "LlavaConfig", _llava()),
     "qwen2-vl": Architecture("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", _qwen2_vl()),
     "roberta": Architecture("RobertaForMaskedLM", "RobertaConfig", ENCODER | {"pad_token_id": 1}),
-    "distilbert": Architecture(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 32},
-    ),
+    "distilbert": Architecture("DistilBertForMaskedLM", "DistilBertConfig", DISTILBERT),
     "deit": Architecture("DeiTForImageClassification", "DeiTConfig", PATCHES | {"num_labels": 3}, image_inputs),
     "convnext": Architecture(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"hidden_sizes": [8, 12], "depths": [1, 2], "num_stages": 2, "patch_size": 2, "num_labels": 3},
-        image_inputs,
+        "ConvNextForImageClassification", "ConvNextConfig", CONVNEXT | {"num_labels": 3}, image_inputs
     ),
     "gpt-neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER),
-    "swin": Architecture(
-        "SwinForImageClassification",
-        "SwinConfig",
-        {
-            "image_size": 16,
-            "patch_size": 2,
-            "embed_dim": 8,
-            "depths": [1, 2],
-            "num_heads": [2, 2],
-            "window_size": 4,
-            "num_labels": 3,
-        },
-        image_inputs,
-    ),
+    "swin": Architecture("SwinForImageClassification", "SwinConfig", SWIN | {"num_labels": 3}, image_inputs),
     "albert": Architecture("AlbertForMaskedLM", "AlbertConfig", ENCODER | {"embedding_size": 8}),
 }
 """By short name."""

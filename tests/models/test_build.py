@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,24 +36,28 @@ def dtypes(module: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in module.parameters()}
 
 
+def _fails() -> nn.Module:
+    raise RuntimeError("no such luck")
+
+
 # --- from config.json -------------------------------------------------------------------------------------------------
-
-
-def test_the_class_comes_from_config_json(bert: Checkpoint) -> None:
-    module = build_module(None, bert, None)
-    assert type(module).__name__ == "BertForMaskedLM"
-    assert all(parameter.device.type == "meta" for parameter in module.parameters())
-    assert module.get_parameter("cls.predictions.decoder.weight") is module.get_parameter(
-        "bert.embeddings.word_embeddings.weight"
-    )
 
 
 @pytest.mark.parametrize(
     ("auto", "expected"),
-    [("AutoModel", "BertModel"), ("AutoModelForSequenceClassification", "BertForSequenceClassification")],
+    [
+        (None, "BertForMaskedLM"),
+        ("AutoModel", "BertModel"),
+        ("AutoModelForSequenceClassification", "BertForSequenceClassification"),
+    ],
 )
-def test_an_auto_class_can_be_named(auto: str, expected: str, bert: Checkpoint) -> None:
-    assert type(build_module(auto, bert, None)).__name__ == expected
+def test_the_class_comes_from_config_json_or_an_auto_class(auto: str | None, expected: str, bert: Checkpoint) -> None:
+    module = build_module(auto, bert, None)
+    assert type(module).__name__ == expected
+    assert all(parameter.is_meta for parameter in module.parameters())
+    if auto is None:
+        tied = module.get_parameter("bert.embeddings.word_embeddings.weight")
+        assert module.get_parameter("cls.predictions.decoder.weight") is tied
 
 
 def test_one_part_of_a_composite_checkpoint(tmp_path: Path) -> None:
@@ -99,13 +102,6 @@ def test_a_generation_config_that_transformers_refuses_is_a_plan_error(tmp_path:
         build_module(None, open_checkpoint(tmp_path), None)
 
 
-def test_the_process_default_dtype_is_left_alone(bert: Checkpoint) -> None:
-    for dtype in (torch.bfloat16, "bf16"):
-        assert next(build_module(None, bert, dtype).parameters()).dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.empty(1).device.type == "cpu"
-
-
 @pytest.mark.parametrize(
     ("change", "model", "match"),
     [
@@ -119,42 +115,34 @@ def test_the_process_default_dtype_is_left_alone(bert: Checkpoint) -> None:
         ({}, "AutoModelForNothing", "AutoModelForCausalLM"),
         ({}, "BertModel", "not a transformers auto class"),
         ({}, "AutoModelForImageClassification", "no model for model_type 'bert'"),
+        (None, None, "pass as model="),
+        ({"architectures": None, "model_type": None}, "AutoModel", "model_type None"),
+        ({}, _fails, "_fails raised RuntimeError: no such luck"),
+        ({}, lambda: 3, "returned a int"),
+        ({}, 3, "callable"),
     ],
 )
-def test_what_cannot_be_built_is_a_plan_error(
-    change: dict[str, Any], model: str | None, match: str, bert: Checkpoint
-) -> None:
+def test_what_cannot_be_built_is_a_plan_error(change: Any, model: Any, match: str, bert: Checkpoint) -> None:
     with pytest.raises(PlanError, match=match):
-        build_module(model, with_config(bert, **change), None)
-
-
-def test_without_config_json_the_cure_is_named(bert: Checkpoint) -> None:
-    with pytest.raises(PlanError, match="pass as model="):
-        build_module(None, replace(bert, config=None), None)
-    with pytest.raises(PlanError, match="model_type nor architectures"):
-        build_module(None, with_config(bert, drop=("model_type", "architectures")), None)
+        build_module(model, replace(bert, config=None) if change is None else with_config(bert, **change), None)
+    assert nn.Linear(2, 2).weight.device.type == "cpu", "the patch is undone"
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
-def test_dtype_of_config_json(bert: Checkpoint) -> None:
+def test_dtype_given_or_of_config_json_or_of_the_files(bert: Checkpoint, tmp_path: Path) -> None:
     assert dtypes(build_module(None, with_config(bert, dtype="bfloat16"), None)) == {torch.bfloat16}
     old = with_config(bert, drop=("dtype",), torch_dtype="float16")
     assert dtypes(build_module(None, old, None)) == {torch.float16}
-
-
-def test_dtype_of_the_files(bert: Checkpoint, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
-    config = {key: value for key, value in (bert.config or {}).items() if key != "dtype"}
-    assert dtypes(build_module(None, replace(checkpoint, config=config), None)) == {torch.bfloat16}
-
-
-def test_an_explicit_dtype_wins_and_the_config_follows(bert: Checkpoint) -> None:
-    module: Any = build_module(None, bert, torch.float16)
-    assert dtypes(module) == {torch.float16}
-    assert module.config.dtype == torch.float16
+    files = replace(open_checkpoint(tmp_path / "model.safetensors"), config=with_config(bert, drop=("dtype",)).config)
+    assert dtypes(build_module(None, files, None)) == {torch.bfloat16}
+    for dtype in (torch.float16, "fp16"):
+        module: Any = build_module(None, bert, dtype)
+        assert dtypes(module) == {module.config.dtype} == {torch.float16}
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.empty(1).device.type == "cpu"
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
@@ -183,9 +171,11 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
-def test_a_callable_gets_parameters_on_meta_and_real_buffers(bert: Checkpoint) -> None:
-    module: Any = build_module(Net, bert, None)
-    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+@pytest.mark.parametrize("is_made_before", [False, True])
+def test_a_callable_gets_parameters_on_meta_and_real_buffers(is_made_before: bool, bert: Checkpoint) -> None:
+    existing = Net()
+    module: Any = build_module((lambda: existing) if is_made_before else Net, bert, None)
+    assert all(parameter.is_meta for parameter in module.parameters())
     assert module.first.weight is module.second.weight
     assert module.frozen.requires_grad is False
     assert module.table.tolist() == [0, 1, 2]
@@ -199,13 +189,6 @@ def test_a_dtype_converts_a_callables_model_as_module_to_does(bert: Checkpoint) 
     assert dtypes(module) == {torch.bfloat16}
     assert module.table.dtype == torch.bfloat16
     assert module.norm.num_batches_tracked.dtype == torch.int64
-    assert module.first.weight is module.second.weight
-
-
-def test_a_callable_that_returns_an_existing_module(bert: Checkpoint) -> None:
-    existing = Net()
-    module: Any = build_module(lambda: existing, bert, None)
-    assert all(parameter.device.type == "meta" for parameter in module.parameters())
     assert module.first.weight is module.second.weight
 
 
@@ -247,20 +230,6 @@ def test_a_real_module_can_be_made_contiguous() -> None:
     assert make_contiguous(module) is module
     assert all(value.is_contiguous() for value in module.state_dict().values())
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-def _fails() -> nn.Module:
-    raise RuntimeError("no such luck")
-
-
-@pytest.mark.parametrize(
-    ("model", "match"),
-    [(_fails, "_fails raised RuntimeError: no such luck"), (lambda: 3, "returned a int"), (3, "callable")],
-)
-def test_a_callable_that_fails_is_a_plan_error(model: Callable[[], Any], match: str, bert: Checkpoint) -> None:
-    with pytest.raises(PlanError, match=match):
-        build_module(model, bert, None)
-    assert nn.Linear(2, 2).weight.device.type == "cpu", "the patch is undone"
 
 
 def test_other_threads_build_real_modules_meanwhile() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def check(folder: Path, model: str, key_mapping: dict[str, str] | None = None) -
     )
     checkpoint = open_checkpoint(folder)
     fields = {**(checkpoint.config or {}), "architectures": [model]}
-    ours = build_module(None, _with_config(checkpoint, fields), None)
+    ours = build_module(None, replace(checkpoint, config=fields), None)
     keys, values = load_values(ours, checkpoint, key_mapping)
     assert keys.problems == ()
     assert set(keys.missing) == set(info["missing_keys"])
@@ -52,10 +52,7 @@ def check(folder: Path, model: str, key_mapping: dict[str, str] | None = None) -
     return keys
 
 
-def _with_config(checkpoint: Any, fields: dict[str, Any]) -> Any:
-    from dataclasses import replace
-
-    return replace(checkpoint, config=fields)
+EXPERT, LAYER = "model.layers.0.block_sparse_moe.experts.2.w1.weight", "model.layers.1"
 
 
 # --- key names --------------------------------------------------------------------------------------------------------
@@ -64,24 +61,9 @@ def _with_config(checkpoint: Any, fields: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "key", "fqn", "operations"),
     [
-        (
-            "mixtral",
-            "model.layers.0.block_sparse_moe.experts.3.w1.weight",
-            "model.layers.0.mlp.experts.gate_up_proj",
-            "MergeModulelist+Concatenate",
-        ),
-        (
-            "qwen3-moe",
-            "model.layers.1.mlp.experts.2.down_proj.weight",
-            "model.layers.1.mlp.experts.down_proj",
-            "MergeModulelist",
-        ),
-        (
-            "vit",
-            "vit.encoder.layer.1.attention.attention.query.weight",
-            "vit.layers.1.attention.q_proj.weight",
-            "",
-        ),
+        ("mixtral", EXPERT, "model.layers.0.mlp.experts.gate_up_proj", "MergeModulelist+Concatenate"),
+        ("qwen3-moe", f"{LAYER}.mlp.experts.2.down_proj.weight", f"{LAYER}.mlp.experts.down_proj", "MergeModulelist"),
+        ("vit", "vit.encoder.layer.1.attention.attention.query.weight", "vit.layers.1.attention.q_proj.weight", ""),
     ],
 )
 def test_published_names_feed_the_fused_parameters_by_ranges(
@@ -93,7 +75,7 @@ def test_published_names_feed_the_fused_parameters_by_ranges(
     assert key in target.sources
     assert target.operations == operations
     assert target.runs is not None
-    assert (key in {run.source for run in target.runs}) is True
+    assert key in {run.source for run in target.runs}
 
 
 def test_more_experts_than_ten_are_stacked_in_number_order(tmp_path: Path) -> None:
@@ -107,20 +89,10 @@ def test_more_experts_than_ten_are_stacked_in_number_order(tmp_path: Path) -> No
 def qwen3_vl_moe() -> Any:
     import transformers
 
-    text = ARCHITECTURES["qwen3-moe"].fields | {
-        "moe_intermediate_size": 12,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0},
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "patch_size": 4,
-        "deepstack_visual_indexes": [0],
-        "num_position_embeddings": 16,
-    }
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
+    text = ARCHITECTURES["qwen3-moe"].fields | {"moe_intermediate_size": 12, "rope_parameters": rope}
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
+    vision = sizes | {"patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
@@ -185,69 +157,44 @@ def test_a_base_models_checkpoint_feeds_the_model_with_a_head(
 
 def test_a_key_mapping_of_the_user_comes_first(tmp_path: Path) -> None:
     tensors = saved("llama", tmp_path)
+    # A key that is right as it is stays where a renaming spoils it.
+    assert check(tmp_path, "LlamaForCausalLM", {r"^model\.": "language_model.model."}).missing == ()
     rewrite(tmp_path, {key.replace("model.layers", "trunk.blocks"): value for key, value in tensors.items()})
-    keys = check(tmp_path, "LlamaForCausalLM", {r"^trunk\.blocks": "model.layers"})
-    assert keys.missing == ()
+    assert check(tmp_path, "LlamaForCausalLM", {r"^trunk\.blocks": "model.layers"}).missing == ()
 
 
-def test_a_key_that_is_right_as_it_is_stays_when_a_renaming_spoils_it(tmp_path: Path) -> None:
-    saved("llama", tmp_path)
-    keys = check(tmp_path, "LlamaForCausalLM", {r"^model\.": "language_model.model."})
-    assert keys.missing == ()
+# --- ties, and what is allowed to be there, or not -----------------------------------------------------------------
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-# --- ties -------------------------------------------------------------------------------------------------------------
-
-
-def test_tied_names_load_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
+def test_tied_names_load_once_from_either(held: tuple[str, ...], tmp_path: Path) -> None:
     tensors = saved("llama-tied", tmp_path)
-    assert "lm_head.weight" not in tensors
+    table = tensors.pop(EMBEDDING)
+    rewrite(tmp_path, tensors | dict.fromkeys(held, table))
     keys = check(tmp_path, "LlamaForCausalLM")
-    assert keys.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "lm_head.weight" not in keys.targets
+    assert keys.aliases == {HEAD: EMBEDDING}
+    assert HEAD not in keys.targets
+    assert keys.targets[EMBEDDING].sources == held[:1]
+    assert (keys.ignored, keys.unexpected, keys.missing) == (held[1:], (), ())
 
 
-def test_of_two_tied_names_in_the_file_the_second_is_ignored(tmp_path: Path) -> None:
-    tensors = saved("llama-tied", tmp_path)
-    rewrite(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    keys = check(tmp_path, "LlamaForCausalLM")
-    assert keys.ignored == ("lm_head.weight",)
-    assert keys.unexpected == ()
+STRANGE = "model.layers.0.block_sparse_moe.shared.w1.weight"
 
 
-def test_the_other_name_of_a_tied_tensor_feeds_it(tmp_path: Path) -> None:
-    tensors = saved("llama-tied", tmp_path)
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    rewrite(tmp_path, tensors)
-    keys = check(tmp_path, "LlamaForCausalLM")
-    assert keys.targets["model.embed_tokens.weight"].sources == ("lm_head.weight",)
-    assert keys.missing == ()
-
-
-# --- what is allowed to be there, or not ------------------------------------------------------------------------------
-
-
-def test_old_buffers_in_the_file_are_ignored(tmp_path: Path) -> None:
-    tensors = saved("bert", tmp_path)
-    rewrite(tmp_path, tensors | {"bert.embeddings.position_ids": torch.arange(32)[None]})
-    keys = check(tmp_path, "BertForMaskedLM")
-    assert keys.ignored == ("bert.embeddings.position_ids",)
-
-
-def test_rotary_frequencies_in_the_file_are_ignored(tmp_path: Path) -> None:
-    tensors = saved("llama", tmp_path)
-    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in range(2)}
-    rewrite(tmp_path, tensors | old)
-    keys = check(tmp_path, "LlamaForCausalLM")
-    assert set(keys.ignored) == set(old)
-
-
-def test_unexpected_keys_are_named_as_in_the_file(tmp_path: Path) -> None:
-    tensors = saved("mixtral", tmp_path)
-    strange = "model.layers.0.block_sparse_moe.shared.w1.weight"
-    rewrite(tmp_path, tensors | {strange: torch.ones(2)})
-    keys = check(tmp_path, "MixtralForCausalLM")
-    assert keys.unexpected == (strange,)
+@pytest.mark.parametrize(
+    ("name", "more", "is_ignored"),
+    [
+        ("bert", ["bert.embeddings.position_ids"], True),
+        ("llama", [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)], True),
+        ("mixtral", [STRANGE], False),  # named as in the file
+    ],
+)
+def test_more_keys_are_ignored_or_unexpected(name: str, more: list[str], is_ignored: bool, tmp_path: Path) -> None:
+    rewrite(tmp_path, saved(name, tmp_path) | dict.fromkeys(more, torch.ones(2)))
+    keys = check(tmp_path, ARCHITECTURES[name].model)
+    assert set(keys.ignored if is_ignored else keys.unexpected) == set(more)
 
 
 # --- plain modules ----------------------------------------------------------------------------------------------------
@@ -304,70 +251,39 @@ def test_a_plain_modules_missing_unexpected_and_ignored() -> None:
 # --- mismatches -------------------------------------------------------------------------------------------------------
 
 
-def _shape(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["first.weight"] = torch.ones(6, 5)
-
-
-def _integer(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["first.bias"] = torch.ones(6, dtype=torch.int64)
-
-
-def _floating(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.num_batches_tracked"] = torch.tensor(1.0)
-
-
-def _twice(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["old.first.bias"] = torch.ones(6)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "parts"),
+    ("key", "value", "parts"),
     [
-        (_shape, ("first.weight", "(6, 5)", "(6, 4)")),
-        (_integer, ("first.bias", "torch.int64", "torch.float32")),
-        (_floating, ("norm.num_batches_tracked", "torch.float32", "torch.int64")),
-        (_twice, ("first.bias", "'old.first.bias'")),
+        ("first.weight", torch.ones(6, 5), ("(6, 5)", "(6, 4)")),
+        ("first.bias", torch.ones(6, dtype=torch.int64), ("torch.int64", "torch.float32")),
+        ("norm.num_batches_tracked", torch.tensor(1.0), ("torch.float32", "torch.int64")),
+        ("old.first.bias", torch.ones(6), ("first.bias", "'old.first.bias'")),
     ],
 )
-def test_a_mismatch_is_a_problem(spoil: Callable[[dict[str, torch.Tensor]], None], parts: tuple[str, ...]) -> None:
-    tensors = plain_tensors()
-    spoil(tensors)
-    keys = map_keys(Plain(), headers(tensors), {r"^old\.": ""})
+def test_a_mismatch_is_a_problem(key: str, value: torch.Tensor, parts: tuple[str, ...]) -> None:
+    keys = map_keys(Plain(), headers(plain_tensors() | {key: value}), {r"^old\.": ""})
     (problem,) = keys.problems
-    assert all(part in problem for part in parts)
+    assert all(part in problem for part in (key, *parts))
     assert (keys.missing, keys.unexpected) == ((), ())
 
 
 def test_all_problems_are_listed() -> None:
-    tensors = plain_tensors()
-    for spoil in (_shape, _integer, _floating):
-        spoil(tensors)
-    assert len(map_keys(Plain(), headers(tensors), None).problems) == 3
+    wrong = {"first.weight": torch.ones(6, 5), "first.bias": torch.ones(5), "scale": torch.tensor(1)}
+    assert len(map_keys(Plain(), headers(plain_tensors() | wrong), None).problems) == 3
 
 
-def _without_expert(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-def _with_a_small_expert(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = torch.ones(5, 16)
-
-
-def _in_both_formats(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(4, 48, 16)
-
-
-@pytest.mark.parametrize("spoil", [_without_expert, _with_a_small_expert, _in_both_formats])
-def test_experts_that_do_not_add_up_are_a_problem(
-    spoil: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
-) -> None:
-    tensors = saved("mixtral", tmp_path)
-    spoil(tensors)
+@pytest.mark.parametrize("more", [{EXPERT: None}, {EXPERT: torch.ones(5, 16)}, {FUSED: torch.ones(4, 48, 16)}])
+def test_experts_that_do_not_add_up_are_a_problem(more: dict[str, torch.Tensor | None], tmp_path: Path) -> None:
+    """One is missing, or smaller; or they are there in both formats."""
+    tensors = {key: value for key, value in (saved("mixtral", tmp_path) | more).items() if value is not None}
     rewrite(tmp_path, tensors)
     checkpoint = open_checkpoint(tmp_path)
     keys = map_keys(build_module(None, checkpoint, None), checkpoint.tensors, None)
     assert keys.problems
-    assert all("model.layers.0.mlp.experts.gate_up_proj" in line for line in keys.problems)
+    assert all(FUSED in line for line in keys.problems)
 
 
 @pytest.mark.parametrize("mapping", [{"(": "x"}, {"a": r"\3"}])

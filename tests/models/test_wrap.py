@@ -39,8 +39,19 @@ def outputs(module: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Te
     return [value for value in result.to_tuple() if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
-@pytest.mark.parametrize("wrap", ["auto", "none"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def check_gradients(sharded: nn.Module, plain: nn.Module) -> None:
+    gradients = {fqn: parameter.grad for fqn, parameter in sharded.named_parameters()}
+    for fqn, parameter in plain.named_parameters():
+        gradient: Any = gradients[fqn]
+        assert (gradient is None) == (parameter.grad is None), fqn
+        if parameter.grad is not None:
+            full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            torch.testing.assert_close(full, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"), [*((name, "auto") for name in ARCHITECTURES), ("llama-tied", "none"), ("clip", "none")]
+)
 def test_sharded_forward_and_backward_equal_the_plain_model(name: str, wrap: str, mesh: DeviceMesh) -> None:
     architecture = ARCHITECTURES[name]
     plain, sharded = architecture.make(), architecture.make()
@@ -56,13 +67,7 @@ def test_sharded_forward_and_backward_equal_the_plain_model(name: str, wrap: str
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    gradients = {fqn: parameter.grad for fqn, parameter in sharded.named_parameters()}
-    for fqn, parameter in plain.named_parameters():
-        gradient: Any = gradients[fqn]
-        assert (gradient is None) == (parameter.grad is None), fqn
-        if parameter.grad is not None:
-            full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            torch.testing.assert_close(full, parameter.grad)
+    check_gradients(sharded, plain)
 
 
 LAYERS = (("model.layers.0",), ("model.layers.1",))
@@ -191,10 +196,7 @@ def test_groups_of_a_plain_module(share: str, wrap: Any, expected: Any, mesh: De
         result = sharded(value)
     torch.testing.assert_close(result, plain(value))
     backward(result)
-    gradients = {fqn: parameter.grad for fqn, parameter in sharded.named_parameters()}
-    for fqn, parameter in plain.named_parameters():
-        gradient: Any = gradients[fqn]
-        torch.testing.assert_close(gradient.full_tensor() if parameter.ndim else gradient, parameter.grad)
+    check_gradients(sharded, plain)
 
 
 def test_size_wraps_the_innermost_modules_that_are_large_enough() -> None:

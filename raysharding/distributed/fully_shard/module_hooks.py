@@ -100,7 +100,7 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
             leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
         return leaf.to(device, non_blocking=True)
 
-    return map_leaves(moved, tree, leaf=PackedSequence)
+    return map_leaves(moved, tree, is_leaf=lambda one: isinstance(one, PackedSequence))
 
 
 def move_inputs_before_forward(module: nn.Module, device: torch.device) -> None:

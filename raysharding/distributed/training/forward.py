@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.batch import RankBatch
+from raysharding.batch import RankBatch, RankOutput
 from raysharding.distributed.comm import any_rank, using_group
 from raysharding.distributed.fully_shard import (
     check_execution_order,
@@ -20,9 +20,9 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
-from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
 from raysharding.tree import children, leaves, map_leaves, rebuild
 
+_CACHES = ("past_key_values", "cache_params", "mems")
 LeafKey = tuple[str, int, int]
 """Path, number of dims, row dim."""
 _NAMES_OF_LABELS = ("label", "position", "loss")
@@ -128,3 +128,45 @@ def _to_cpu(_: str, leaf: Any) -> Any:
     # The pickle of a view contains its whole storage.
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.itemsize
     return tensor.clone() if is_view else tensor
+
+
+def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
+    """Return the paths of tensors with `num_rows` in `dim` and in another dim: these may be rows, or rows × rows."""
+    tensors = ((path, leaf.shape) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return [
+        path
+        for path, shape in tensors
+        if -len(shape) <= dim < len(shape) and shape[dim] == num_rows and shape.count(num_rows) > 1
+    ]
+
+
+def follows_rows(before: torch.Tensor, after: Any, num_rows: int, dim: int) -> bool:
+    """Return True if a leaf's size changes with the rows in `dim` only.
+
+    Args:
+        before: The leaf from one forward.
+        after: The leaf from a forward of `num_rows` rows.
+        num_rows: Rows of the second forward.
+        dim: The dim that holds rows.
+    """
+    expected = list(before.shape)
+    expected[dim] = num_rows
+    return isinstance(after, torch.Tensor) and list(after.shape) == expected
+
+
+def without_caches(value: Any, name: str = "") -> Any:
+    """Return the output with `None` in place of key-value caches, which stay on the rank.
+
+    Args:
+        value: The output, or the part of it that `name` names.
+        name: As in `children`.
+    """
+    if any(name in (f"[{cache!r}]", f".{cache}") for cache in _CACHES) or _is_cache(value):
+        return None
+    nodes = children(value)
+    return rebuild(value, [without_caches(item, child) for child, item in nodes]) if nodes else value
+
+
+def _is_cache(value: Any) -> bool:
+    """Return True if a value is a transformers `Cache`; checks base-class names, so transformers is not imported."""
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raysharding.arguments import check_int
-from raysharding.batch import RankBatch
+from raysharding.batch import RankBatch, RankOutput
 from raysharding.distributed.comm import all_gather_ints, any_rank, current_group, from_rank_0, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     forget_execution_order,
@@ -26,7 +26,6 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
 )
-from raysharding.outputs import RankOutput
 
 _SEEDS = 1 << 62
 _REFUSED = {

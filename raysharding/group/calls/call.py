@@ -18,14 +18,13 @@ import ray
 import torch
 from typing_extensions import TypeVar
 
-from raysharding.batch import Out, PerRank
+from raysharding.batch import Out, PerRank, select_output
 from raysharding.errors import CallTimeoutError, GroupError
 from raysharding.group.calls.callback_thread import is_callback_thread, refuse_to_wait, run_logged
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.messages import Item, Packed, Sent
-from raysharding.outputs import select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 

@@ -94,7 +94,7 @@ class PredictRun:
         """Run all forwards; see `ShardedModelGroup.predict`."""
         try:
             start = self._begin()
-            if self.max_restarts and not start.in_files:
+            if self.max_restarts and not start.is_saved:
                 raise ValueError(
                     f"max_restarts={self.max_restarts}, but the group was trained, or got weights by copy_to, since "
                     "it was loaded or saved: after a restart, the rows that are left would be computed with other "

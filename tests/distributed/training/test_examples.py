@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.batch import Split, deal
+from raysharding.batch import Split, deal, gather_outputs
 from raysharding.config import Sharding
 from raysharding.data import SequenceRows
 from raysharding.distributed.comm.device_mesh import init_mesh
@@ -35,7 +35,6 @@ from raysharding.distributed.training import (
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.errors import RayshardingError
 from raysharding.models import InputBounds
-from raysharding.outputs import gather_outputs
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
