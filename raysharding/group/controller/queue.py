@@ -152,7 +152,7 @@ class CallQueue:
             beginning = start(call.began.wait())
             await asyncio.wait([call.ended, beginning], return_when=asyncio.FIRST_COMPLETED)
             beginning.cancel()
-        return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
+        return None if call is None or call.running is None else await call.running.item(index)
 
     async def progress(self, driver: str, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""

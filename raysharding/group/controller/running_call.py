@@ -21,7 +21,6 @@ from raysharding.group.messages import (
     Item,
     Outcome,
     Part,
-    Progress,
     Response,
     Sent,
     Stacks,
@@ -68,8 +67,6 @@ class RunningCall:
     """Number of its first command."""
     finished: set[int] = field(default_factory=set)
     """Ranks that have finished the step, with or without an error."""
-    progress: tuple[int, int] = (0, 0)
-    """Bytes done and in total, as rank 0 last said."""
 
     def __post_init__(self) -> None:
         self.number = self.first_number - 1
@@ -78,7 +75,8 @@ class RunningCall:
         self._seen: list[failures.Observed] = []
         self._changes: dict[int, StateChange] = {}
         self._sent: dict[int, Sent] = {}
-        self._moved: dict[int, tuple[str, int]] = {}
+        self._progress: dict[int, tuple[str, int, int]] = {}
+        """Rank → its phase, bytes done and total bytes, as it last said."""
         self._more = self._is_late = self._keeps_adapters = self._is_given_up = False
         self._has_begun = False
         self._arrived = ""
@@ -114,11 +112,11 @@ class RunningCall:
         self._num_taken = max(self._num_taken, index)
         if self.submission.hands_on_steps:
             # The driver has them: each would hold a bucket of a `state_dict` in the object store.
-            self._items[:index] = [Item(is_last=True)] * min(index, len(self._items))
+            self._items[:index] = [None] * min(index, len(self._items))
         self._change()
         while len(self._items) <= index and not self.is_over:
             await self._changed.wait()
-        return self._items[index] if index < len(self._items) else Item(is_last=True)
+        return self._items[index] if index < len(self._items) else None
 
     def drop_items(self) -> None:
         """Wait no longer for the driver, which is gone, to take the parts of the result."""
@@ -127,7 +125,13 @@ class RunningCall:
 
     def phase(self, rank: int) -> str:
         """Return the last known phase of a rank."""
-        return self._moved.get(rank, (self.submission.method, 0))[0]
+        return self._progress[rank][0] if rank in self._progress else self.submission.method
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes done and in total, as rank 0 last said."""
+        _, done, total = self._progress.get(0, ("", 0, 0))
+        return done, total
 
     def _change(self) -> None:
         """Wake all who wait for a part, or for its being taken."""
@@ -225,7 +229,7 @@ class RunningCall:
             self._more, self._keeps_adapters = response.more, response.keeps_adapters
         if rank == 0 or not self.submission.takes_steps:
             self._sent[rank] = result if response.is_stored else response.value
-            self._items.append(Item(rank, self._sent[rank]))
+            self._items.append((rank, self._sent[rank]))
             self._change()
 
     def _finish(self, rank: int) -> None:
@@ -288,12 +292,9 @@ class RunningCall:
             answer, error = await reply(self.ranks.members[rank].actor.progress.remote())
             if error is not None:
                 return  # a death is reported by the call itself
-            now: Progress = answer
-            if self._moved.get(rank) != (now.phase, now.bytes_done):
-                self._moved[rank] = (now.phase, now.bytes_done)
+            if self._progress.get(rank) != answer:
+                self._progress[rank] = answer
                 self.deadline = time.monotonic() + self.submission.deadline_s
-            if rank == 0:
-                self.progress = (now.bytes_done, now.bytes_total)
 
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""

@@ -24,7 +24,6 @@ from raysharding.group.cluster import (
     cluster_gpus,
     connect,
     join_existing,
-    own_bundles,
     own_node_id,
     rank_need,
     tell,
@@ -213,7 +212,7 @@ def start_plan(
         node_ids: See `StartPlan`.
         imports: See `StartPlan`.
     """
-    access, need = spec.hub_access(), rank_need(device_type, spec.placement)
+    access = spec.hub_access()
     return StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
@@ -226,7 +225,7 @@ def start_plan(
         paths=tuple(paths),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
-        held=(*own_groups(), *own_bundles(world_size, need)),
+        held=own_groups(),
         tells=spec.progress is not False,
         node_ids=tuple(node_ids),
         imports=imports,

@@ -28,9 +28,7 @@ from raysharding.group.messages import (
     AsValue,
     Command,
     Packed,
-    Progress,
     Response,
-    SaveStatus,
     Stacks,
     Stage,
     decoded,
@@ -172,8 +170,8 @@ class RankActor:
         self._renewed.set()
 
     @ray.method(concurrency_group="control")
-    def save_status(self, number: int) -> SaveStatus:
-        """Return the status of a save in the background."""
+    def save_status(self, number: int) -> tuple[bool, int, Exception | None]:
+        """Return whether a save in the background has ended, its bytes so far, and its failure."""
         return self._commands.save_status(number)
 
     @ray.method(concurrency_group="control")
@@ -199,9 +197,9 @@ class RankActor:
         os._exit(1)
 
     @ray.method(concurrency_group="control")
-    def progress(self) -> Progress:
-        """Return the progress of the running load or save."""
-        return Progress(*self._commands.progress())
+    def progress(self) -> tuple[str, int, int]:
+        """Return phase, bytes done and total bytes of the running load or save."""
+        return self._commands.progress()
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_a_part_of_a_result_that_is_asked_for_before_its_call_arrives_is_waited_
     part = client.item(client.connection.registration.next_number, 0)
     time.sleep(0.5)
     call = group.call.remote(int)
-    assert not part.result(timeout=20.0).is_last
+    assert part.result(timeout=20.0) is not None
     assert call.result() == [0, 0]
 
 
@@ -117,12 +117,12 @@ def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup)
         with pytest.raises(CallCancelledError, match="the test cancelled the call"):
             call.result(30)
     assert ray.get(interrupted, timeout=30).num_cancelled == 2
-    assert item.result(30).is_last
+    assert item.result(30) is None
     busy.result(30)
     item = client.item(number + 3, 1)
     time.sleep(0.3)
     assert group.call(note, 2) == [(2, 0.0)] * 2
-    assert not item.result(30).is_last
+    assert item.result(30) is not None
 
 
 @pytest.fixture(scope="module")

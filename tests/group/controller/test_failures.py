@@ -23,7 +23,7 @@ from raysharding.group.controller.failures import (
     saw_raise,
     saw_stop,
 )
-from raysharding.group.messages import RemoteError, Stacks, twin
+from raysharding.group.messages import RemoteError, Stacks, without_frames
 from raysharding.group.messages.remote_error import is_connection_error, record_exception
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
@@ -120,11 +120,11 @@ def test_a_function_that_raised_on_some_ranks_only_has_harmed_nothing() -> None:
     assert all_alike([saw_raise(info(rank), raised(ConnectionResetError("a service"))) for rank in range(2)], 2)
 
 
-def test_a_twin_holds_no_frames() -> None:
+def test_a_copy_of_an_error_holds_no_frames() -> None:
     error = judge([saw_raise(info(0), raised(ValueError("x")))], "call", timed_out=True)
     with pytest.raises(CallTimeoutError):
         raise error from ValueError("x")
-    kept = twin(error)
+    kept = without_frames(error)
     assert (type(kept), str(kept), kept.failures) == (CallTimeoutError, str(error), error.failures)
     assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)
 
