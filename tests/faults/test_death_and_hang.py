@@ -90,13 +90,7 @@ def cases(how: How) -> list[Any]:
 
 @pytest.mark.parametrize(("phase", "rank"), cases("kill"))
 def test_a_rank_that_is_killed(phase: str, rank: int, many_buckets: Path, tmp_path: Path) -> None:
-    error, seconds = struck("kill", phase, rank, many_buckets, tmp_path)
-    if error is None:
-        return
-    assert seconds < DEATH_S
-    assert error.primary is not None
-    assert error.primary.kind == "died"
-    assert not isinstance(error, CallTimeoutError)
+    dies("kill", phase, rank, many_buckets, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,31 +98,43 @@ def test_a_rank_that_is_killed(phase: str, rank: int, many_buckets: Path, tmp_pa
 )
 def test_a_rank_that_is_terminated(phase: str, many_buckets: Path, tmp_path: Path) -> None:
     """By SIGTERM, as `kill`, schedulers and systemd send it. Under Ray's own handler it would live on, half dead."""
-    error, seconds = struck("terminate", phase, 1, many_buckets, tmp_path)
-    assert error is not None
-    assert error.primary is not None
-    assert error.primary.kind == "died"
-    assert seconds < DEATH_S
+    dies("terminate", phase, 1, many_buckets, tmp_path)
 
 
 @pytest.mark.parametrize(("phase", "rank"), cases("stop"))
 def test_a_rank_that_is_stopped(phase: str, rank: int, many_buckets: Path, tmp_path: Path) -> None:
     error, seconds = struck("stop", phase, rank, many_buckets, tmp_path)
     assert seconds < deadline(phase) + HANG_S
-    if error is None:
-        return
-    assert isinstance(error, CallTimeoutError)
-    assert error.primary is not None
-    assert error.primary.kind == "hung"
+    if error is not None:
+        hangs(error, "process is stopped by a signal" if phase in INSIDE else "")
 
 
 @pytest.mark.parametrize("how", ["segfault", "hold the GIL"])
 def test_a_rank_that_crashes_or_blocks(how: How, many_buckets: Path, tmp_path: Path) -> None:
+    if how == "segfault":
+        dies(how, "forward", 1, many_buckets, tmp_path)
+        return
     error, seconds = struck(how, "forward", 1, many_buckets, tmp_path)
+    assert seconds < CALL_S + HANG_S
     assert error is not None
+    hangs(error, "process runs: a thread may hold the GIL")
+    assert "in strike" in error.failures[1].traceback
+
+
+def dies(how: How, phase: str, rank: int, checkpoint: Path, folder: Path) -> None:
+    error, seconds = struck(how, phase, rank, checkpoint, folder)
+    if error is not None:
+        assert seconds < DEATH_S
+        assert error.primary is not None
+        assert error.primary.kind == "died"
+        assert not isinstance(error, CallTimeoutError)
+
+
+def hangs(error: GroupError, why: str) -> None:
+    assert isinstance(error, CallTimeoutError)
     assert error.primary is not None
-    assert error.primary.kind == ("died" if how == "segfault" else "hung")
-    assert seconds < (DEATH_S if how == "segfault" else CALL_S + HANG_S)
+    assert error.primary.kind == "hung"
+    assert not why or f"answers no questions; its {why}" in error.primary.message
 
 
 def deadline(phase: str) -> float:

@@ -100,20 +100,6 @@ def killed_in_a_call(checkpoint: Path) -> ShardedModelGroup:
     return group
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_killed_while_idle(checkpoint: Path, number: int) -> None:
-    group = make_group(checkpoint, timeouts=QUICK)
-    os.kill(group.ranks[0].pid, number)
-    until = now() + 2.0
-    while group.state is not GroupState.BROKEN and now() < until:
-        time.sleep(0.01)
-    with pytest.raises(GroupBrokenError) as caught:
-        group.call(lambda: 1)
-    assert caught.value.primary is not None
-    assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (0, "died", "idle")
-    group.shutdown()
-
-
 def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> None:
     group = make_group(checkpoint, timeouts=QUICK)
     error = failure_of(wait_in_collective(group, "raise"), within_s=4.0)
@@ -190,35 +176,6 @@ def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     assert error.failures[0].kind == "hung"
     assert "waits in a collective" in error.failures[0].message
     assert_broken(group, error)
-    group.shutdown()
-
-
-def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
-    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
-    os.kill(group.ranks[1].pid, signal.SIGSTOP)
-    error = failure_of(group.call.remote(lambda: 1), within_s=1.5 + 2.0)
-    assert isinstance(error, CallTimeoutError)
-    assert error.primary is not None
-    assert (error.primary.rank, error.primary.kind) == (1, "hung")
-    assert "answers no questions; its process is stopped by a signal" in error.primary.message
-    assert sorted(error.failures) == [1]
-    group.shutdown()
-
-
-@pytest.mark.full
-def test_a_thread_that_holds_the_gil_is_shown(checkpoint: Path) -> None:
-    def hold(what: str) -> None:
-        import ctypes
-
-        if what == "hold":
-            ctypes.PyDLL(None).sleep(100)  # PyDLL keeps the GIL, so no other thread of the rank runs
-
-    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
-    error = failure_of(group.call.remote(hold, PerRank(["hold", "nothing"])), within_s=1.5 + 2.0)
-    assert error.primary is not None
-    assert (error.primary.rank, error.primary.kind) == (0, "hung")
-    assert "answers no questions; its process runs: a thread may hold the GIL" in error.primary.message
-    assert "in hold" in error.primary.traceback
     group.shutdown()
 
 

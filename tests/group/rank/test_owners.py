@@ -89,7 +89,7 @@ def test_what_ray_refuses_is_the_same_error_as_of_a_group_without_a_name(cluster
         make_group(checkpoint, name="llama", placement=Placement(labels={"a b": "x"}))
 
 
-@pytest.mark.parametrize("how", ["ray.kill", "with its ranks"])
+@pytest.mark.parametrize("how", [pytest.param("ray.kill", marks=pytest.mark.full), "with its ranks"])
 def test_an_actor_that_owns_a_group(owner: Any, checkpoint: Path, wait_free: Callable[[float], None], how: str) -> None:
     pids = ray.get(owner.make.remote(str(checkpoint), {"model": make_mlp()}))
     since = now()
