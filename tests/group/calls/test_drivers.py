@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from raysharding import GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.clock import now
+from tests.group.calls.conftest import ask
 from tests.group.conftest import make_group
 from tests.group.fit.test_fit_restarts import slow_writes
 from tests.group.standing import Driver, StandingCluster, seconds_until_gone
@@ -101,31 +101,6 @@ def test_what_one_driver_sets_and_restarts_is_so_for_the_others(checkpoint: Path
         assert first.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
 
 
-MINE = """
-def loss(output, rows):
-    return output.square().mean()
-
-group = make(name="shared", replace=True, timeouts=Timeouts(drain_s=1.0), optimizer=torch.optim.SGD)
-ROWS = torch.ones(3, 8)
-asks = {
-    "train_step": lambda: group.train_step(Split(ROWS), loss=loss)["loss"] > 0,
-    "forward": lambda: list(group.forward(Split(ROWS)).shape),
-    "fit": lambda: group.fit([{"input": [1.0] * 8}] * 4, batch_size=2, loss=lambda output: output.square().mean(),
-                             progress=False).num_steps,
-    "load": lambda: group.load(sys.argv[2]) is not None,
-    "state": lambda: group.state.value,
-    "pids": lambda: [one.pid for one in group.ranks],
-    "restart": lambda: group.restart(world_size=2).world_size,
-    "shutdown": lambda: group.shutdown(),
-}
-for line in sys.stdin:
-    begun = now()
-    try:
-        tell(value=asks[line.strip()](), seconds=now() - begun)
-    except GroupError as error:
-        tell(error=str(error), seconds=now() - begun)
-"""
-
 HOLDS = """
 def square(output):
     import time
@@ -153,23 +128,6 @@ else:
     tell(begun=True)
     time.sleep(100)
 """
-
-
-@pytest.fixture(scope="module")
-def mine(standing: StandingCluster, checkpoint: Path) -> Iterator[Driver]:
-    """A driver that makes the group `shared`, and does what it is told; tests leave the group READY."""
-    with Driver(standing, checkpoint, MINE) as driver:
-        driver.hear()
-        yield driver
-        driver.say("shutdown")
-        driver.hear()
-
-
-def ask(driver: Driver, what: str) -> str:
-    """Have a driver do something; returns the error, or what came of it."""
-    driver.say(what)
-    heard = driver.hear()
-    return str(heard.get("error", heard.get("value")))
 
 
 def until_allowed(driver: Driver, what: str) -> float:

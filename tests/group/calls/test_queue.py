@@ -126,18 +126,6 @@ def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup)
     assert item.result(30) is not None
 
 
-SHARED = """
-group = make(name="shared", timeouts=Timeouts(drain_s=1.0))
-for line in sys.stdin:
-    if line.strip() == "noted":
-        from tests.group.calls.test_queue import noted
-        tell(noted=group.call(noted))
-    else:
-        break
-group.shutdown()
-tell(shut=True)
-"""
-
 CALLS = """
 from tests.group.calls.test_queue import note, values_of
 
@@ -166,31 +154,27 @@ os._exit(0)  # no shutdown: the group is another driver's, too
 
 
 def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_third_alone(
-    standing: StandingCluster, checkpoint: Path
+    mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, SHARED) as owner:
-        owner.hear()
-        with (
-            Driver(standing, checkpoint, CALLS, "0", "200") as whole,
-            Driver(standing, checkpoint, CALLS, "10000", "2000") as dying,
-            Driver(standing, checkpoint, CALLS, "20000", "2000") as stopping,
-        ):
-            three = (whole, dying, stopping)
-            for driver in three:
-                assert driver.hear()["ready"]
-            for driver in three:
-                driver.say("go")
-            for driver in (dying, stopping):
-                assert driver.hear()["begun"]
-            dying.kill()
-            stopping.kill(signal.SIGINT)
-            assert stopping.hear()["interrupted"]
-            assert whole.hear()["begun"]
-            assert whole.hear()["done"]
-        owner.say("noted")
-        first, second = owner.hear()["noted"]
-        owner.say("end")
-        assert owner.hear()["shut"]
+    with (
+        Driver(standing, checkpoint, CALLS, "0", "200") as whole,
+        Driver(standing, checkpoint, CALLS, "10000", "2000") as dying,
+        Driver(standing, checkpoint, CALLS, "20000", "2000") as stopping,
+    ):
+        three = (whole, dying, stopping)
+        for driver in three:
+            assert driver.hear()["ready"]
+        for driver in three:
+            driver.say("go")
+        for driver in (dying, stopping):
+            assert driver.hear()["begun"]
+        dying.kill()
+        stopping.kill(signal.SIGINT)
+        assert stopping.hear()["interrupted"]
+        assert whole.hear()["begun"]
+        assert whole.hear()["done"]
+    mine.say("noted")
+    first, second = mine.hear()["value"]
     assert first == second, "every rank ran the same calls in the same order"
     by_driver = {begin: [n - begin for n in first if begin <= n < begin + 10_000] for begin in (0, 10_000, 20_000)}
     assert by_driver[0] == list(range(200))
@@ -209,7 +193,7 @@ def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_t
 def test_copies_in_both_directions_by_two_drivers_end(times: int, cluster: None, checkpoint: Path) -> None:
     with make_group(checkpoint, name="left") as left, make_group(checkpoint, name="right") as right:
         others = ShardedModelGroup.attach("right"), ShardedModelGroup.attach("left")
-        copied = []
+        copied = list[int]()
 
         def copy(source: ShardedModelGroup, target: ShardedModelGroup) -> None:
             for _ in range(times):
