@@ -25,7 +25,6 @@ from raysharding.group.cluster import (
     connect,
     join_existing,
     own_node_id,
-    rank_need,
     tell,
     warn,
 )
@@ -233,7 +232,7 @@ def start_plan(
 
 
 def _imports(opened: Opened) -> tuple[str | None, bytes] | None:
-    """Return the arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
+    """Return the arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
     model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
     if model is not None and not isinstance(model, str):
         return None

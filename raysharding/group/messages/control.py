@@ -212,7 +212,7 @@ class StartPlan:
     hub: Packed | None
     """The driver's `HubAccess`, if the ranks need it."""
     imports: tuple[str | None, bytes] | None = None
-    """Arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
+    """Arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
     held: tuple[str, ...] = ()
     """Lines on what the driver's program itself holds, for the error of a busy cluster."""
     tells: bool = True

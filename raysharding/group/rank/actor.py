@@ -34,7 +34,6 @@ from raysharding.group.messages import (
     decoded,
     encoded,
     pack,
-    record_exception,
 )
 from raysharding.group.rank.assignment import Title
 from raysharding.imports import paused_gc
@@ -90,7 +89,7 @@ class RankActor:
             lease_s: Seconds without `renew` after which the rank ends: its node is cut off from the controller.
             hub: The driver's `HubAccess`, packed, if the checkpoint is on the Hugging Face hub. An argument, since Ray
                 logs the variables of a runtime environment.
-            imports: Arguments of `ModelImport`; `None` for a model of the user's own code.
+            imports: Arguments of `import_code` in `commands.py`; `None` for a model of the user's own code.
         """
         with paused_gc():
             self._import_s = {name: _imported(module) for name, module in _IMPORTS.items()}
@@ -233,11 +232,7 @@ class RankActor:
             result = _pack_output(value, command)
         except BaseException as error:  # noqa: BLE001
             # Boundary to user code: every exception, `SystemExit` too, goes to the controller as data.
-            now = self._commands
-            raised = record_exception(
-                error, stage=stage, phase=now.phase(), tensor=now.tensor(), recovered=now.is_usable()
-            )
-            return Response(now.change(), error=raised), None
+            return Response(self._commands.change(), error=self._commands.failure(error, stage)), None
         change, keeps_adapters = self._commands.change(), self._commands.keeps_adapters()
         return Response(change, more=more, keeps_adapters=keeps_adapters), result
 

@@ -6,6 +6,8 @@ import gc
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,15 +32,24 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.distributed.weights import CopySpec
-from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.errors import GroupError, PlanError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
-from raysharding.group.messages import NEXT_STEP, Command, Mode, Shared, StateChange
+from raysharding.group.messages import (
+    NEXT_STEP,
+    Command,
+    Mode,
+    RemoteError,
+    Shared,
+    Stage,
+    StateChange,
+    record_exception,
+)
 from raysharding.group.rank.argument_refs import fetched
 from raysharding.group.rank.assignment import Assignment, Title
 from raysharding.group.rank.memory_gauge import export_memory
 from raysharding.group.rank.model_facts import ModelFacts
-from raysharding.group.rank.model_import import ModelImport
-from raysharding.models import Adapted, InputBounds
+from raysharding.imports import paused_gc
+from raysharding.models import Adapted, InputBounds, import_model
 from raysharding.worker import Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_to")
@@ -52,7 +63,8 @@ class RankCommands:
 
     def __init__(self, title: Title, imports: tuple[str | None, bytes] | None = None) -> None:
         self._title = title
-        self._model_import = None if imports is None else ModelImport(*imports)
+        # On a thread: the connections of a rendezvous, which take as long on GPUs, release the GIL.
+        self._importing = None if imports is None else ThreadPoolExecutor(1).submit(import_code, *imports)
         self._server: Any = None
         self._address: StoreAddress | None = None
         self._node_ip = ""
@@ -166,9 +178,8 @@ class RankCommands:
             Bounds of its inputs, its `ModelFacts`, and seconds of the import of its code and of the rest.
         """
         seconds = {}
-        if self._model_import is not None:
-            self._model_import.join()
-            seconds["transformers"] = self._model_import.seconds
+        if self._importing is not None:
+            seconds["transformers"] = self._importing.result()
         begun = time.monotonic()
         self._is_adapted = isinstance(model, Adapted)
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
@@ -271,14 +282,12 @@ class RankCommands:
         worker = self._rank_worker
         return self.phase(), *((0, 0) if worker is None else (worker.status.bytes_done, worker.status.bytes_total))
 
-    def tensor(self) -> str | None:
-        """Return the last tensor of the running load or save."""
-        worker = self._rank_worker
-        return worker.status.last_tensor or None if worker is not None and self._doing in _STREAMING else None
-
-    def is_usable(self) -> bool:
-        """Return True if later calls can use the module, after an exception that every rank raised."""
-        return self._rank_worker is None or self._rank_worker.status.usable
+    def failure(self, error: BaseException, stage: Stage) -> RemoteError:
+        """Describe an exception of the last command; `stage` as in `RemoteError`."""
+        status = None if self._rank_worker is None else self._rank_worker.status
+        tensor = status.last_tensor or None if status is not None and self._doing in _STREAMING else None
+        is_usable = status is None or status.usable
+        return record_exception(error, stage=stage, phase=self.phase(), tensor=tensor, recovered=is_usable)
 
     def change(self) -> StateChange:
         """Return what the last command did to the model."""
@@ -310,6 +319,19 @@ class RankCommands:
     def _worker(self) -> Worker:
         assert self._rank_worker is not None, "join comes before every other command"
         return self._rank_worker
+
+
+def import_code(model: str | None, config: bytes) -> float:
+    """Import the code of a transformers model; return the seconds.
+
+    Args:
+        model: Name of a transformers auto class; `None` for the class that config.json names.
+        config: Encoded `Checkpoint`; only its config.json is used.
+    """
+    begun = time.monotonic()
+    with suppress(PlanError, ImportError), paused_gc():  # `build` raises it again, as the error of a call
+        import_model(model, Checkpoint.from_json(config))
+    return time.monotonic() - begun
 
 
 def _plain(output: Any, out: Out | None) -> Any:
