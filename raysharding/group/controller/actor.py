@@ -414,7 +414,7 @@ class GroupController:
         if current is not None and current.running is not None and not current.running.is_over:
             current.running.died(rank, error, is_made=self._status.was_ready)
             return
-        seen = failures.saw_death(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
+        seen = failures.rank_died(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
         but = current if current is not None and current.running is not None else None  # it ends by itself
         self._break(failures.judge([seen], self._identity.title, timed_out=False), but=but)
 

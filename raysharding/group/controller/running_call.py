@@ -208,7 +208,7 @@ class RunningCall:
             elif await self._look_at_late():
                 return
         members = self.ranks.members
-        self._seen += [failures.saw_stop(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
+        self._seen += [failures.rank_stopped(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
 
     def _on_reply(self, rank: int, result: ray.ObjectRef | None, future: asyncio.Future[Any]) -> None:
         error = future.exception()
@@ -223,7 +223,7 @@ class RunningCall:
     def _on_response(self, rank: int, response: Response, result: ray.ObjectRef) -> None:
         self._changes[rank] = response.change
         if response.error is not None:
-            self._see(failures.saw_raise(self.ranks.members[rank].info, response.error), self.drain_s)
+            self._see(failures.rank_raised(self.ranks.members[rank].info, response.error), self.drain_s)
             return
         if rank == 0:
             self._more, self._keeps_adapters = response.more, response.keeps_adapters
@@ -240,7 +240,7 @@ class RunningCall:
     def _on_ray_error(self, rank: int, error: BaseException) -> None:
         """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         if self.ranks.is_stopping:
-            self._seen.append(failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)))
+            self._seen.append(failures.rank_stopped(self.ranks.members[rank].info, self.phase(rank)))
             return
         if isinstance(error, ray.exceptions.RayActorError):
             self.ranks.died(rank, error)
@@ -255,9 +255,9 @@ class RunningCall:
         self._see(failures.Observed(failure), self.drain_s)
 
     def died(self, rank: int, error: BaseException, *, is_made: bool) -> None:
-        """Record that a rank's process has ended; `is_made` as in `saw_death`."""
+        """Record that a rank's process has ended; `is_made` as in `rank_died`."""
         self._finish(rank)
-        seen = failures.saw_death(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
+        seen = failures.rank_died(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
         # Ray reports a lost connection a second or two after the death, and the peers have had that time.
         self._see(seen, 0.0 if isinstance(error, ray.exceptions.ActorUnavailableError) else _AFTER_DEATH_S)
 
@@ -280,7 +280,7 @@ class RunningCall:
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
             where, deadline_s = (stacks.get(rank), snapshots.get(rank)), self.submission.deadline_s
-            self._seen.append(failures.saw_hang(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
+            self._seen.append(failures.rank_hung(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
         # Late ranks that did not answer come first, ranks that wait for others last.
         self._seen.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
         return True

@@ -18,10 +18,10 @@ from raysharding.group.controller.failures import (
     failed,
     judge,
     output_only,
-    saw_death,
-    saw_hang,
-    saw_raise,
-    saw_stop,
+    rank_died,
+    rank_hung,
+    rank_raised,
+    rank_stopped,
 )
 from raysharding.group.messages import RemoteError, Stacks, without_frames
 from raysharding.group.messages.remote_error import is_connection_error, record_exception
@@ -43,9 +43,10 @@ def typed_error(seen: list[Observed], error: GroupError, world_size: int) -> Ray
 
 
 ABSENT = {rank: RendezvousError(f"rank {rank} did not come", missing_ranks=[rank]) for rank in (0, 1)}
-DIED = saw_death(info(0), "call", RuntimeError("killed\n  by signal 9"))
-WAITS = saw_hang(info(0), "call", 5.0, Stacks("in barrier", in_collective=True))
-SLEEPS = saw_hang(info(1), "call", 5.0, Stacks("in sleep", in_collective=False))
+DIED = rank_died(info(0), "call", RuntimeError("killed\n  by signal 9"))
+STOPPED = rank_stopped(info(2), "call")
+WAITS = rank_hung(info(0), "call", 5.0, Stacks("in barrier", in_collective=True))
+SLEEPS = rank_hung(info(1), "call", 5.0, Stacks("in sleep", in_collective=False))
 NCCL = [
     dist.DistBackendError(
         "NCCL error in: ncclSystemError: System call (e.g. socket, malloc) or external library failed"
@@ -55,13 +56,13 @@ NCCL = [
 
 
 def raises(rank: int, error: Exception) -> Observed:
-    return saw_raise(info(rank), raised(error))
+    return rank_raised(info(rank), raised(error))
 
 
 @pytest.mark.parametrize(
     ("seen", "primary", "kinds"),
     [
-        pytest.param([raises(1, GLOO), DIED, saw_stop(info(2), "call")], 1, "collateral died collateral", id="lost"),
+        pytest.param([raises(1, GLOO), DIED, STOPPED], 1, "collateral died collateral", id="lost"),
         pytest.param([raises(2, ABSENT[0]), DIED], 1, "collateral died", id="missed before its death is heard"),
         # Both deadlines of a rendezvous are the same, and either may be heard first.
         pytest.param([raises(0, ABSENT[1]), raises(2, ABSENT[0])], 1, "collateral raised", id="misses the store"),
@@ -93,10 +94,10 @@ def test_our_own_errors_reach_the_caller_as_they_are() -> None:
 
 
 def test_alike_means_every_rank_the_same_type_on_its_own_account_and_repaired() -> None:
-    alike = [saw_raise(info(rank), raised(ValueError(f"row {rank}"))) for rank in range(2)]
+    alike = [rank_raised(info(rank), raised(ValueError(f"row {rank}"))) for rank in range(2)]
     assert all_alike(alike, 2)
     assert not all_alike(alike[:1], 2)
-    assert not all_alike([alike[0], saw_raise(info(1), raised(KeyError("row")))], 2)
+    assert not all_alike([alike[0], rank_raised(info(1), raised(KeyError("row")))], 2)
     assert not all_alike([alike[0], Observed(alike[1].failure, None)], 2)
     spoilt = replace(alike[1], raised=replace(raised(ValueError("x")), recovered=False))
     assert not all_alike([alike[0], spoilt], 2)
@@ -108,15 +109,15 @@ def test_alike_means_every_rank_the_same_type_on_its_own_account_and_repaired() 
 
 
 def test_a_function_that_raised_on_some_ranks_only_has_harmed_nothing() -> None:
-    some = [saw_raise(info(1), raised(ValueError("row"))), saw_raise(info(2), raised(KeyError("row")))]
+    some = [rank_raised(info(1), raised(ValueError("row"))), rank_raised(info(2), raised(KeyError("row")))]
     assert all_recovered(some)
-    assert not all_recovered([*some, saw_death(info(0), "call", RuntimeError("gone"))])
-    assert not all_recovered([*some, saw_raise(info(0), raised(GLOO))])
-    assert all_alike([saw_raise(info(rank), raised(ConnectionResetError("a service"))) for rank in range(2)], 2)
+    assert not all_recovered([*some, rank_died(info(0), "call", RuntimeError("gone"))])
+    assert not all_recovered([*some, rank_raised(info(0), raised(GLOO))])
+    assert all_alike([rank_raised(info(rank), raised(ConnectionResetError("a service"))) for rank in range(2)], 2)
 
 
 def test_a_copy_of_an_error_holds_no_frames() -> None:
-    error = judge([saw_raise(info(0), raised(ValueError("x")))], "call", timed_out=True)
+    error = judge([rank_raised(info(0), raised(ValueError("x")))], "call", timed_out=True)
     with pytest.raises(CallTimeoutError):
         raise error from ValueError("x")
     kept = without_frames(error)
@@ -127,8 +128,8 @@ def test_a_copy_of_an_error_holds_no_frames() -> None:
 @pytest.mark.parametrize("said", ["ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"])
 def test_a_rank_that_used_nccl_wrongly_is_the_cause(said: str) -> None:
     """Not the one that waits for it, which on a GPU need not be seen to."""
-    wrong = saw_raise(info(1), raised(dist.DistBackendError(f"NCCL error in: x.cpp\n{said}: something is wrong")))
-    waits = saw_hang(info(0), "call", 5.0, Stacks("in .item()", in_collective=False))
+    wrong = rank_raised(info(1), raised(dist.DistBackendError(f"NCCL error in: x.cpp\n{said}: something is wrong")))
+    waits = rank_hung(info(0), "call", 5.0, Stacks("in .item()", in_collective=False))
     assert judge([wrong, waits], "call", timed_out=True).primary == wrong.failure
     assert not all_recovered([wrong])
 
