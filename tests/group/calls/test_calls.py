@@ -325,7 +325,7 @@ def test_what_fails_on_the_thread_that_ends_calls_is_logged_and_ends_no_other_ca
     with monkeypatch.context() as changed:
         changed.setattr(sys, "stderr", closed)
         client.tell_soon("nobody hears it")
-        changed.setattr(connection, "_told", -1)
+        changed.setattr(connection, "_last_note", -1)
         connection.take(replace(connection.snapshot, notes=((0, "nor this"),)))
         changed.setattr(connection.thread, "_check", check)
         assert first.result(timeout_s=20) == [None, None]
