@@ -243,7 +243,7 @@ def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(pair: Pair, fa
 def test_what_every_rank_raises_leaves_the_group_right(pair: Pair, where: str) -> None:
     """And at once: in the forward of either call, in the loss, in the middle of the backward."""
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise LookupError("alone")
 
     pair.train_step()  # the first one also runs without gradients, to find out what the loss does
