@@ -23,6 +23,7 @@ from torch import nn
 from raysharding import ShardedModelGroup
 from tests import clock, forking
 from tests.clock import now
+from tests.faults.trap import plain_model
 
 NUM_CPUS = 8
 RELEASE_S = 10.0
@@ -110,6 +111,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
     """A single-file checkpoint of `reference`."""
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     save_file(reference.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def many_buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers of 4 KiB and their biases: with `trap.BUCKET_BYTES`, more than eight buckets."""
+    path = tmp_path_factory.mktemp("many-buckets") / "model.safetensors"
+    save_file(plain_model()().state_dict(), path)
     return path
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from raysharding import (
     CallTimeoutError,
@@ -29,7 +28,7 @@ from raysharding.group import GroupState
 from raysharding.group.calls import Client
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
-from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank
+from tests.faults.trap import BUCKET_BYTES, WIDTH, Fault, How, Trap, plain_model, signal_rank
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 
@@ -239,7 +238,7 @@ def struck_in_place(how: How, rank: int, checkpoint: Path) -> tuple[GroupError, 
     timeouts = Timeouts(start_s=start_s, rendezvous_s=start_s, drain_s=1.0, load_stall_s=start_s)
     try:
         with pytest.raises(GroupError) as caught:
-            make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
+            make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model(), timeouts=timeouts)
     finally:
         over.set()
         watcher.join()
@@ -271,7 +270,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Client, "submit_each", submit)
         with pytest.raises((GroupError, RendezvousError)) as caught:
-            make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
+            make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model(), timeouts=timeouts)
     seconds = now() - struck_at[0]
     error = caught.value
     if isinstance(error, RendezvousError):
@@ -286,7 +285,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
 
 def closed_with(how: How, rank: int, checkpoint: Path) -> None:
     """A rank that dies or hangs as the group is closed is no error: what there is to release is released."""
-    group = make_group(checkpoint, world_size=WORLD_SIZE, model=trapless())
+    group = make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model())
     pids = [info.pid for info in group.ranks]
     ports = listening(pids)
     assert ports
@@ -310,15 +309,3 @@ def listening(pids: list[int]) -> set[int]:
     """Ports at which processes listen."""
     connections = [one for pid in pids for one in psutil.Process(pid).net_connections("tcp")]
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-
-
-def trapless() -> Callable[[], nn.Module]:
-    """The model of the checkpoint. Pickles by value."""
-    width, num_layers = WIDTH, NUM_LAYERS
-
-    def build() -> nn.Module:
-        from torch import nn
-
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
-
-    return build

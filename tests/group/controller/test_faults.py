@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from raysharding import (
     CallTimeoutError,
@@ -28,7 +27,7 @@ from raysharding import (
 )
 from raysharding.group import Call, GroupState
 from tests.clock import now
-from tests.faults.trap import plain_model, slow_reads
+from tests.faults.trap import slow_reads
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -195,13 +194,6 @@ def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
         make_group(checkpoint, model=build, timeouts=QUICK)
     assert caught.value.primary is not None
     assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "build")
-
-
-@pytest.fixture
-def many_buckets(tmp_path: Path) -> Path:
-    """A checkpoint of several small buckets for the model of `slow_reads`."""
-    save_file(plain_model().state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
 
 
 SMALL_BUCKETS = Loading("scatter", bucket_bytes=4096)
