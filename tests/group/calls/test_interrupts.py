@@ -217,9 +217,9 @@ def test_a_group_that_is_being_made_is_undone(checkpoint: Path, tmp_path: Path, 
     """By one Ctrl-C; `nothing_left` sees that nothing is, after a second one in the middle of the undoing, too."""
     groups, controllers, sent, begun = placement_groups(), controller_pids(), list[float](), tmp_path / "begun"
     is_there: dict[str, Callable[[], object]] = {
-        "controller starts": lambda: controller_pids() - controllers,
-        "ranks wait for room": lambda: placement_groups() - groups,
-        "model is built": begun.exists,
+        "the controller starts": lambda: controller_pids() - controllers,
+        "the ranks wait for room": lambda: placement_groups() - groups,
+        "the model is built": begun.exists,
     }
     options: dict[str, Any] = {"placement": Placement(strategy="STRICT_SPREAD"), "timeouts": Timeouts(place_s=60)}
 
