@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch import nn
 from raysharding import ShardedModelGroup
 from tests import clock, forking
 from tests.clock import now
+from tests.faults.trap import plain_model
 
 NUM_CPUS = 8
 RELEASE_S = 10.0
@@ -110,6 +112,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     save_file(reference.state_dict(), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def many_buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers of 4 KiB and their biases: with `trap.BUCKET_BYTES`, more than eight buckets."""
+    path = tmp_path_factory.mktemp("many-buckets") / "model.safetensors"
+    save_file(plain_model()().state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]):
+        pytest.skip("this machine does not let us mount a small file system")
+    yield path
+    subprocess.check_call(["umount", str(path)])
 
 
 def rank_processes(*names: str) -> set[int]:

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from raysharding import (
     CallTimeoutError,
@@ -29,7 +28,7 @@ from raysharding.group import GroupState
 from raysharding.group.calls import Client
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
-from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank
+from tests.faults.trap import BUCKET_BYTES, WIDTH, Fault, How, Trap, plain_model, signal_rank
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 
@@ -90,13 +89,7 @@ def cases(how: How) -> list[Any]:
 
 @pytest.mark.parametrize(("phase", "rank"), cases("kill"))
 def test_a_rank_that_is_killed(phase: str, rank: int, many_buckets: Path, tmp_path: Path) -> None:
-    error, seconds = struck("kill", phase, rank, many_buckets, tmp_path)
-    if error is None:
-        return
-    assert seconds < DEATH_S
-    assert error.primary is not None
-    assert error.primary.kind == "died"
-    assert not isinstance(error, CallTimeoutError)
+    dies("kill", phase, rank, many_buckets, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,31 +97,43 @@ def test_a_rank_that_is_killed(phase: str, rank: int, many_buckets: Path, tmp_pa
 )
 def test_a_rank_that_is_terminated(phase: str, many_buckets: Path, tmp_path: Path) -> None:
     """By SIGTERM, as `kill`, schedulers and systemd send it. Under Ray's own handler it would live on, half dead."""
-    error, seconds = struck("terminate", phase, 1, many_buckets, tmp_path)
-    assert error is not None
-    assert error.primary is not None
-    assert error.primary.kind == "died"
-    assert seconds < DEATH_S
+    dies("terminate", phase, 1, many_buckets, tmp_path)
 
 
 @pytest.mark.parametrize(("phase", "rank"), cases("stop"))
 def test_a_rank_that_is_stopped(phase: str, rank: int, many_buckets: Path, tmp_path: Path) -> None:
     error, seconds = struck("stop", phase, rank, many_buckets, tmp_path)
     assert seconds < deadline(phase) + HANG_S
-    if error is None:
-        return
-    assert isinstance(error, CallTimeoutError)
-    assert error.primary is not None
-    assert error.primary.kind == "hung"
+    if error is not None:
+        hangs(error, "process is stopped by a signal" if phase in INSIDE else "")
 
 
 @pytest.mark.parametrize("how", ["segfault", "hold the GIL"])
 def test_a_rank_that_crashes_or_blocks(how: How, many_buckets: Path, tmp_path: Path) -> None:
+    if how == "segfault":
+        dies(how, "forward", 1, many_buckets, tmp_path)
+        return
     error, seconds = struck(how, "forward", 1, many_buckets, tmp_path)
+    assert seconds < CALL_S + HANG_S
     assert error is not None
+    hangs(error, "process runs: a thread may hold the GIL")
+    assert "in strike" in error.failures[1].traceback
+
+
+def dies(how: How, phase: str, rank: int, checkpoint: Path, folder: Path) -> None:
+    error, seconds = struck(how, phase, rank, checkpoint, folder)
+    if error is not None:
+        assert seconds < DEATH_S
+        assert error.primary is not None
+        assert error.primary.kind == "died"
+        assert not isinstance(error, CallTimeoutError)
+
+
+def hangs(error: GroupError, why: str) -> None:
+    assert isinstance(error, CallTimeoutError)
     assert error.primary is not None
-    assert error.primary.kind == ("died" if how == "segfault" else "hung")
-    assert seconds < (DEATH_S if how == "segfault" else CALL_S + HANG_S)
+    assert error.primary.kind == "hung"
+    assert not why or f"answers no questions; its {why}" in error.primary.message
 
 
 def deadline(phase: str) -> float:
@@ -233,7 +238,7 @@ def struck_in_place(how: How, rank: int, checkpoint: Path) -> tuple[GroupError, 
     timeouts = Timeouts(start_s=start_s, rendezvous_s=start_s, drain_s=1.0, load_stall_s=start_s)
     try:
         with pytest.raises(GroupError) as caught:
-            make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
+            make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model(), timeouts=timeouts)
     finally:
         over.set()
         watcher.join()
@@ -265,7 +270,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Client, "submit_each", submit)
         with pytest.raises((GroupError, RendezvousError)) as caught:
-            make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
+            make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model(), timeouts=timeouts)
     seconds = now() - struck_at[0]
     error = caught.value
     if isinstance(error, RendezvousError):
@@ -280,7 +285,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
 
 def closed_with(how: How, rank: int, checkpoint: Path) -> None:
     """A rank that dies or hangs as the group is closed is no error: what there is to release is released."""
-    group = make_group(checkpoint, world_size=WORLD_SIZE, model=trapless())
+    group = make_group(checkpoint, world_size=WORLD_SIZE, model=plain_model())
     pids = [info.pid for info in group.ranks]
     ports = listening(pids)
     assert ports
@@ -304,15 +309,3 @@ def listening(pids: list[int]) -> set[int]:
     """Ports at which processes listen."""
     connections = [one for pid in pids for one in psutil.Process(pid).net_connections("tcp")]
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-
-
-def trapless() -> Callable[[], nn.Module]:
-    """The model of the checkpoint. Pickles by value."""
-    width, num_layers = WIDTH, NUM_LAYERS
-
-    def build() -> nn.Module:
-        from torch import nn
-
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
-
-    return build

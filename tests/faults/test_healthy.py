@@ -43,7 +43,7 @@ def test_a_healthy_run_on_a_busy_machine_raises_no_alarm(many_buckets: Path, tmp
         "timeouts": DEADLINES,
         "optimizer": torch.optim.SGD,
     }
-    twin = plain_model()
+    twin = plain_model()()
     rows = torch.randn(5, WIDTH)
     with make_group(many_buckets, **options) as group:
         begun = now()

@@ -148,6 +148,13 @@ def signal_rank(pid: int, how: How) -> None:
     os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
 
-def plain_model() -> nn.Module:
-    """The model of `trapped`."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+def plain_model() -> Callable[[], nn.Module]:
+    """The model of `trapped`. Pickles by value."""
+    width, num_layers = WIDTH, NUM_LAYERS
+
+    def build() -> nn.Module:
+        from torch import nn
+
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+
+    return build

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -81,6 +82,10 @@ class Call(Generic[T]):
         self._sent: Sequence[Sent] = ()
         self.number = -1
         """Number of the call among those of this driver, once it is submitted."""
+        self.num_bytes = 0
+        """Bytes of its arguments."""
+        self.deadline_s = math.inf
+        """Its deadline, in seconds."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[T] = []
@@ -98,12 +103,11 @@ class Call(Generic[T]):
             name: Name of the method, for errors and `repr`.
             fn: The function, bounded by its own deadlines. Its value is the result.
         """
-        values: list[T] = []
-        call = cls(name, 0, Collect(lambda _: values[0]), 0.0)
+        call = cls(name, 0, collect_rank0, 0.0)
 
         def run() -> None:
             try:
-                values.append(fn())
+                call._collected.append(fn())
             except BaseException as error:  # noqa: BLE001 - raised by result(), which would otherwise wait forever
                 call.end(error)
             else:
@@ -159,16 +163,16 @@ class Call(Generic[T]):
             GroupError: As for `result`, after the values of the ranks that finished before.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        told: set[int] = set()
-        for item in self._items(until, timeout_s):
-            told.add(item.rank)
-            yield item.rank, self._collect.own(self._unpacked(item.rank, item.sent))
+        arrived = set[int]()
+        for rank, sent in self._items(until, timeout_s):
+            arrived.add(rank)
+            yield rank, self._collect.own(self._unpacked(rank, sent))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
         for rank in range(self._world_size):
-            if rank not in told:
+            if rank not in arrived:
                 yield rank, self._collect.own(self.value(rank))
 
-    def _items(self, until: float | None, timeout_s: float | None) -> Iterator[Item]:
+    def _items(self, until: float | None, timeout_s: float | None) -> Iterator[tuple[int, Sent]]:
         """Yield the parts of the result as they come, until the call has ended."""
         index = 0
         while self._group is not None and not self._end_here().done():
@@ -181,17 +185,17 @@ class Call(Generic[T]):
                 concurrent.futures.wait(either, left, concurrent.futures.FIRST_COMPLETED)
                 if not (future.done() or self._ended.done()):
                     raise self._too_slow(timeout_s)
-            if not future.done() or future.exception() is not None or future.result().is_last:
+            if not future.done() or future.exception() is not None or (item := future.result()) is None:
                 return
-            yield future.result()
+            yield item
             index += 1
 
     def take_items(self, keep: Callable[[Any], object]) -> None:
         """Take rank 0's value of each step of the call as it comes, until the call has ended; on a thread."""
         try:
-            for item in self._items(None, None):
+            for _, sent in self._items(None, None):
                 try:
-                    keep(self._unpacked(0, item.sent))
+                    keep(self._unpacked(0, sent))
                 except GroupError as error:
                     self._lost = error  # and the other items are taken nevertheless: the ranks wait for that
         finally:

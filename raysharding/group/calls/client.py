@@ -24,7 +24,6 @@ from raysharding.group.cluster import actor_id, tell
 from raysharding.group.messages import (
     COMMAND_BYTES,
     GroupState,
-    Interrupted,
     Item,
     Joint,
     Outcome,
@@ -281,9 +280,10 @@ class Client:
         stored = (*submission.parts, submission.shared)
         sent = encoded(submission, has_refs=any(isinstance(part, ray.ObjectRef) for part in stored))
         call = Call(method, len(self.ranks), collect, self.timeouts.call_s, self)
+        call.num_bytes, call.deadline_s = num_bytes, deadline_s
         with MaskedInterrupts(), self.connection.submitting:
             self.connection.refuse_if_unusable()
-            self.connection.send(call, sent, num_bytes, deadline_s)
+            self.connection.send(call, sent)
         return call
 
     def submit_pair(
@@ -306,8 +306,9 @@ class Client:
         here, there = first.connection, second.connection
         calls = {one: Call(method, len(one.ranks), collect_all, one.timeouts.call_s, one) for one in (self, other)}
         with MaskedInterrupts(), here.submitting, there.submitting:
-            for one in calls:
+            for one, call in calls.items():
                 one._refuse()
+                call.deadline_s = one.timeouts.call_s
             its = there.registration
             joints = (
                 Joint(key, there.controller, second.name, True, its.key, its.next_number),
@@ -324,12 +325,12 @@ class Client:
                 )
                 for (one, arg, beside), joint in zip(sides, joints, strict=True)
             )
-            here.send(calls[first], replace(own, other=other_own), 0, first.timeouts.call_s)
+            here.send(calls[first], replace(own, other=other_own))
             with suppress(GroupError):  # the call raises it
                 here.ask("queue", "arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
             outcome = there.controller.queue.remote("outcome", its.key, key, unknown)
-            there.follow(calls[second], its, outcome, 0, second.timeouts.call_s)
+            there.follow(calls[second], its, outcome)
         return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
@@ -370,17 +371,17 @@ class Client:
         """Cancel the calls in the queue, wait for the running one, and return the number of cancelled calls."""
         before = list(self.connection.calls)  # other threads may go on submitting
         own = self.connection.registration
-        found: Interrupted = self.connection.ask("interrupt", own.key, source or "interrupt()", own.next_number)
-        if source and found.running is not None:
+        asked = "interrupt", own.key, source or "interrupt()", own.next_number
+        num_cancelled, running, left_s = self.connection.ask(*asked)
+        if source and running:
             line = (
-                f"{source}: {self.name} stops when the running {found.running} has ended (deadline in "
-                f"{found.left_s:.0f} s); queued calls cancelled: {found.num_cancelled}; once more stops the ranks now, "
-                "and their weights are lost"
+                f"{source}: {self.name} stops when the running {running} has ended (deadline in {left_s:.0f} s); "
+                f"queued calls cancelled: {num_cancelled}; once more stops the ranks now, and their weights are lost"
             )
             run_logged(partial(tell, line))  # stderr may be closed
         for call in before:
             call.wait(None)
-        return found.num_cancelled
+        return int(num_cancelled)
 
 
 def _stored(part: Packed) -> Part:

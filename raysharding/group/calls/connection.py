@@ -29,7 +29,6 @@ from raysharding.group.messages import (
     broken,
     closed,
     decoded,
-    lines_after,
 )
 
 _WATCH_S = 1.0
@@ -82,8 +81,8 @@ class Connection:
         """Runs what this driver hears."""
         self.pending = PendingSaves(self._saved_bytes)
         """Saves of this driver in the background."""
-        self.calls: dict[Call, tuple[int, float]] = {}
-        """Call of this driver that has not ended → bytes of its arguments, and its deadline in seconds."""
+        self.calls: dict[Call, None] = {}
+        """Calls of this driver that have not ended, in their order."""
         self.num_bytes = 0
         """Bytes of the arguments of all these calls."""
         self.changed = threading.Condition()
@@ -99,7 +98,7 @@ class Connection:
         """The question for the next snapshot, until it is answered or the controller is lost."""
         self._due = 0.0
         """When the controller answers it, if there is no news before."""
-        self._told = 0
+        self._last_note = 0
         self._checked = time.monotonic()
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
@@ -131,7 +130,7 @@ class Connection:
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self.generation = self.generation or attached.snapshot.generation
-        self._told = attached.snapshot.notes[-1][0] if attached.snapshot.notes else 0
+        self._last_note = max((number for number, _ in attached.snapshot.notes), default=0)
         self.snapshot = replace(self.snapshot, version=-1)  # a controller that was restarted counts anew
         self.take(attached.snapshot)
         self._connected.set()
@@ -201,26 +200,19 @@ class Connection:
                 raise error.cause from None
             raise
 
-    def send(self, call: Call, sent: Any, num_bytes: int, deadline_s: float) -> None:
-        """Send a call with the next number; `submitting` is held.
-
-        Args:
-            call: The call.
-            sent: Its submission, encoded or not.
-            num_bytes: Bytes of its arguments.
-            deadline_s: Its deadline.
-        """
+    def send(self, call: Call, sent: Any) -> None:
+        """Send a call's submission, encoded or not, with the next number; `submitting` is held."""
         own = self.registration
         call.number = own.next_number
         ref = self.controller.queue.remote("submit", own.key, call.number, sent)
         own.next_number += 1  # once it is sent: the controller would wait for a number that never comes
-        self.follow(call, own, ref, num_bytes, deadline_s)
+        self.follow(call, own, ref)
 
-    def follow(self, call: Call, own: Registration, ref: ray.ObjectRef, num_bytes: int, deadline_s: float) -> None:
+    def follow(self, call: Call, own: Registration, ref: ray.ObjectRef) -> None:
         """End a call with the outcome that a reference brings; see `send`."""
         with self.changed:
-            self.calls[call] = num_bytes, deadline_s
-            self.num_bytes += num_bytes
+            self.calls[call] = None
+            self.num_bytes += call.num_bytes
         ref.future().add_done_callback(lambda ended: self.thread.call(partial(self._on_outcome, call, own, ended)))
         if self.snapshot.state is GroupState.CLOSED:  # meanwhile, and the callback thread may have ended
             self._fail_calls(self._refusal(self.name))
@@ -240,11 +232,11 @@ class Connection:
         if outcome.snapshot is not None:
             self.take(outcome.snapshot)
         with self.changed:
-            found = self.calls.pop(call, None)
-            self.num_bytes -= 0 if found is None else found[0]
+            if call not in self.calls:
+                return  # it has ended with the group
+            del self.calls[call]
+            self.num_bytes -= call.num_bytes
             self.changed.notify_all()
-        if found is None:
-            return  # it has ended with the group
         if outcome.generation is not None:
             # Not now: what the program submits before it looks at the error is refused, too.
             call.on_raise = partial(setattr, self, "generation", outcome.generation)
@@ -335,9 +327,10 @@ class Connection:
         if not snapshot.ranks:  # of a controller that was restarted: where the last ranks ran is still of use
             snapshot = replace(snapshot, ranks=self.snapshot.ranks, log_paths=self.snapshot.log_paths)
         self.snapshot = snapshot
-        for number, line in lines_after(snapshot.notes, self._told):
-            run_logged(partial(tell, line))  # stderr may be closed
-            self._told = number
+        for number, line in snapshot.notes:
+            if number > self._last_note:
+                run_logged(partial(tell, line))  # stderr may be closed
+                self._last_note = number
         self.pending.note(snapshot.ended_saves)
         if snapshot.state in (GroupState.BROKEN, GroupState.CLOSED):
             self.pending.lose(snapshot.cause or self._refusal(self.name))
@@ -359,7 +352,7 @@ class Connection:
 
     def _patience_s(self) -> float:
         """Return how long the controller may be silent: its loss is known before the calls' deadlines."""
-        shortest_s = min((deadline_s for _, deadline_s in list(self.calls.values())), default=math.inf)
+        shortest_s = min((call.deadline_s for call in list(self.calls)), default=math.inf)
         return min(_SILENT_S, max(_LEAST_SILENT_S, shortest_s / 2))
 
     def controller_lost(self, error: GroupError, *, is_silent: bool = False) -> None:

@@ -126,8 +126,7 @@ def is_infeasible(placement_group_id: str) -> bool:
 @client_mode_wrap
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources of each node: node id → resource → amount. A node that just joined may be missing."""
-    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
-    return free
+    return state.available_resources_per_node()  # type: ignore[no-any-return]
 
 
 def stale_nodes(need: Mapping[str, float]) -> list[str]:
@@ -226,14 +225,12 @@ def name_log_lines(name: str) -> None:
 
 def is_worker() -> bool:
     """Return True if this process runs a Ray task or actor, and is not a driver."""
-    is_task: bool = ray.get_runtime_context().worker.mode == WORKER_MODE
-    return is_task
+    return bool(ray.get_runtime_context().worker.mode == WORKER_MODE)
 
 
 def has_token_auth() -> bool:
     """Return True if this process authenticates to Ray with a token."""
-    is_token: bool = get_authentication_mode() == AuthenticationMode.TOKEN
-    return is_token
+    return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
 
 
 @client_mode_wrap

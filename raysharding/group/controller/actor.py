@@ -41,7 +41,6 @@ from raysharding.group.messages import (
     BegunSave,
     FilesRecord,
     GroupState,
-    Interrupted,
     Outcome,
     Packed,
     ProbeReplies,
@@ -221,13 +220,17 @@ class GroupController:
         """Call a method of the `CallQueue`."""
         return await getattr(self._queue, method)(*args)
 
-    async def interrupt(self, driver: str, source: str, before: int) -> Interrupted:
+    async def interrupt(self, driver: str, source: str, before: int) -> tuple[int, str, float]:
         """Cancel the calls of a driver that no rank has begun; a group that is being made breaks.
 
         Args:
             driver: The driver.
             source: What interrupts, for the error.
             before: Number of the calls that the driver had submitted.
+
+        Returns:
+            The number of cancelled calls, the name of the driver's call that the ranks run, if any, and the seconds to
+            its deadline.
         """
         known = self._drivers[driver]
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
@@ -237,9 +240,8 @@ class GroupController:
         num_cancelled = self._queue.cancel(Outcome(error=CallCancelledError(what)), known)
         current = self._queue.current
         if current is None or current.driver is not known or current.running is None:
-            return Interrupted(num_cancelled, None, 0.0)
-        left_s = max(0.0, current.running.deadline - time.monotonic())
-        return Interrupted(num_cancelled, current.submission.method, left_s)
+            return num_cancelled, "", 0.0
+        return num_cancelled, current.submission.method, max(0.0, current.running.deadline - time.monotonic())
 
     async def stop(self, driver: str, reason: str) -> None:
         """Stop the ranks, also in a call: the group is BROKEN, and its other drivers are told by whom."""
@@ -412,7 +414,7 @@ class GroupController:
         if current is not None and current.running is not None and not current.running.is_over:
             current.running.died(rank, error, is_made=self._status.was_ready)
             return
-        seen = failures.saw_death(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
+        seen = failures.rank_died(ranks.members[rank].info, "idle", error, is_made=self._status.was_ready)
         but = current if current is not None and current.running is not None else None  # it ends by itself
         self._break(failures.judge([seen], self._identity.title, timed_out=False), but=but)
 
@@ -509,7 +511,7 @@ class GroupController:
             state=GroupState.READY if state is GroupState.BUSY else state,
             cause=self._status.cause,
             ranks=() if ranks is None else ranks.infos,
-            log_paths=() if ranks is None else tuple(one.log_paths for one in ranks.members),
+            log_paths=() if ranks is None else tuple(one.found.log_paths for one in ranks.members),
             saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from raysharding.errors import GroupError
 from raysharding.group.controller.members import Ranks, start
-from raysharding.group.messages import BegunSave, SaveStatus
+from raysharding.group.messages import BegunSave
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0
@@ -59,11 +59,10 @@ class BackgroundSaves:
         """Poll until the save has ended; return its failure, or `None`."""
         while not (ranks.is_stopping or ranks.dead):
             answers = await ranks.ask("save_status", number, within_s=_ANSWER_S, ranks=[0])
-            status: SaveStatus | None = answers.replies.get(0)
-            if status is not None and status.is_done:
-                return status.error
-            if status is not None:
-                self.bytes_done[save.token] = status.bytes_done
+            is_done, bytes_done, error = answers.replies.get(0, (False, self.bytes_done[save.token], None))
+            if is_done:
+                return error  # type: ignore[no-any-return]
+            self.bytes_done[save.token] = bytes_done
             await asyncio.sleep(_POLL_S)
         # The ranks may have committed it before they ended: the files say so, where they are seen.
         why = f"rank {min(ranks.dead)} died" if ranks.dead else "they were stopped"

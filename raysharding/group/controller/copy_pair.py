@@ -28,23 +28,23 @@ class CopyPair:
         """
         self.joint = joint
         self._begins: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._is_here = self._is_there = False
+        self._num_ready = 0
         self.why = ""
         """Why the pair does not begin."""
 
     async def may_begin(self) -> bool:
         """Wait at the head of the queue; return False if the other group cannot run its part."""
         if self.joint.is_leader:
-            self._is_here = True
-            self._decide()
-        elif not self._begins.done():
+            return await self.one_is_ready()
+        if not self._begins.done():
             start(self._ask_leader())
         return await self._begins
 
-    async def other_is_ready(self) -> bool:
-        """Note that the follower's call is at the head of its queue; return True if both begin. On the leader."""
-        self._is_there = True
-        self._decide()
+    async def one_is_ready(self) -> bool:
+        """Note that one of the parts is at the head of its queue; return True if both begin. On the leader."""
+        self._num_ready += 1
+        if self._num_ready == 2 and not self._begins.done():
+            self._begins.set_result(True)
         return await self._begins
 
     def watch(self, follower_ended: ray.ObjectRef) -> None:
@@ -60,10 +60,6 @@ class CopyPair:
     def error(self) -> GroupError:
         """Return the error of a part that did not begin because the other could not."""
         return GroupError(f"copy_to did not begin: {self.joint.other_name} cannot run it: {self.why}")
-
-    def _decide(self) -> None:
-        if self._is_here and self._is_there and not self._begins.done():
-            self._begins.set_result(True)
 
     async def _ask_leader(self) -> None:
         try:

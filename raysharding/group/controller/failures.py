@@ -27,14 +27,14 @@ class Observed:
     """True if the failure is only a consequence: the rank lost, or waits for, another rank."""
 
 
-def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
+def rank_raised(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
     plain = _plain(info, "raised", raised.phase, raised.message)
     failure = replace(plain, error_type=raised.error_type, traceback=raised.traceback, tensor=raised.tensor)
     return Observed(failure, raised, follows=raised.is_connection)
 
 
-def saw_death(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
+def rank_died(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
     """Describe a rank whose process died.
 
     Args:
@@ -51,7 +51,7 @@ def saw_death(info: RankInfo, phase: str, error: BaseException, *, is_made: bool
     return Observed(_plain(info, "died", phase, said + cure))
 
 
-def saw_hang(
+def rank_hung(
     info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, snapshot: ProcessSnapshot | None = None
 ) -> Observed:
     """Describe a rank that did not finish in time.
@@ -74,7 +74,7 @@ def saw_hang(
     return Observed(failure, follows=stacks is not None and stacks.in_collective)
 
 
-def saw_stop(info: RankInfo, phase: str) -> Observed:
+def rank_stopped(info: RankInfo, phase: str) -> Observed:
     """Describe a rank that was stopped because another one had failed."""
     return Observed(_plain(info, "collateral", phase, "stopped, because another rank had failed"), follows=True)
 

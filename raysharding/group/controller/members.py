@@ -33,10 +33,8 @@ class Member:
     """Where the rank runs."""
     actor: Any
     """Ray's handle of the rank's `RankActor`."""
-    stacks_descriptor: int
-    """Descriptor with which `dump_stacks` reads the rank's stacks."""
-    log_paths: tuple[str, ...] = ()
-    """Files on the rank's node that receive its stdout and stderr."""
+    found: Any
+    """Its `ActorInfo`."""
 
 
 class Ranks:
@@ -144,7 +142,7 @@ class Ranks:
     async def _snapshot(self, rank: int, late: Sequence[int]) -> ProcessSnapshot | None:
         """Return a snapshot of a rank, by this process or by another rank on its node."""
         one = self.members[rank]
-        where = one.info.pid, one.stacks_descriptor
+        where = one.info.pid, one.found.stacks_descriptor
         if one.info.node_id == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(dump_stacks, *where)
         others = [other.info for other in self.members if other.info.node_id == one.info.node_id and other is not one]

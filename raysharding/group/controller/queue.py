@@ -134,7 +134,7 @@ class CallQueue:
         pair = self._pairs.get(key)
         if pair is None:
             return False, "the copy was withdrawn"
-        return await pair.other_is_ready(), pair.why
+        return await pair.one_is_ready(), pair.why
 
     async def copy_ended(self, key: str) -> str:
         """Wait for the end of a follower's call; return its error, for a leader that has not begun."""
@@ -152,7 +152,7 @@ class CallQueue:
             beginning = start(call.began.wait())
             await asyncio.wait([call.ended, beginning], return_when=asyncio.FIRST_COMPLETED)
             beginning.cancel()
-        return Item(is_last=True) if call is None or call.running is None else await call.running.item(index)
+        return None if call is None or call.running is None else await call.running.item(index)
 
     async def progress(self, driver: str, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""

@@ -21,7 +21,6 @@ from raysharding.group.messages import (
     Item,
     Outcome,
     Part,
-    Progress,
     Response,
     Sent,
     Stacks,
@@ -68,8 +67,6 @@ class RunningCall:
     """Number of its first command."""
     finished: set[int] = field(default_factory=set)
     """Ranks that have finished the step, with or without an error."""
-    progress: tuple[int, int] = (0, 0)
-    """Bytes done and in total, as rank 0 last said."""
 
     def __post_init__(self) -> None:
         self.number = self.first_number - 1
@@ -78,7 +75,8 @@ class RunningCall:
         self._seen: list[failures.Observed] = []
         self._changes: dict[int, StateChange] = {}
         self._sent: dict[int, Sent] = {}
-        self._moved: dict[int, tuple[str, int]] = {}
+        self._progress: dict[int, tuple[str, int, int]] = {}
+        """Rank → its phase, bytes done and total bytes, as it last said."""
         self._more = self._is_late = self._keeps_adapters = self._is_given_up = False
         self._has_begun = False
         self._arrived = ""
@@ -114,11 +112,11 @@ class RunningCall:
         self._num_taken = max(self._num_taken, index)
         if self.submission.hands_on_steps:
             # The driver has them: each would hold a bucket of a `state_dict` in the object store.
-            self._items[:index] = [Item(is_last=True)] * min(index, len(self._items))
+            self._items[:index] = [None] * min(index, len(self._items))
         self._change()
         while len(self._items) <= index and not self.is_over:
             await self._changed.wait()
-        return self._items[index] if index < len(self._items) else Item(is_last=True)
+        return self._items[index] if index < len(self._items) else None
 
     def drop_items(self) -> None:
         """Wait no longer for the driver, which is gone, to take the parts of the result."""
@@ -127,7 +125,13 @@ class RunningCall:
 
     def phase(self, rank: int) -> str:
         """Return the last known phase of a rank."""
-        return self._moved.get(rank, (self.submission.method, 0))[0]
+        return self._progress[rank][0] if rank in self._progress else self.submission.method
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes done and in total, as rank 0 last said."""
+        _, done, total = self._progress.get(0, ("", 0, 0))
+        return done, total
 
     def _change(self) -> None:
         """Wake all who wait for a part, or for its being taken."""
@@ -204,7 +208,7 @@ class RunningCall:
             elif await self._look_at_late():
                 return
         members = self.ranks.members
-        self._seen += [failures.saw_stop(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
+        self._seen += [failures.rank_stopped(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
 
     def _on_reply(self, rank: int, result: ray.ObjectRef | None, future: asyncio.Future[Any]) -> None:
         error = future.exception()
@@ -219,13 +223,13 @@ class RunningCall:
     def _on_response(self, rank: int, response: Response, result: ray.ObjectRef) -> None:
         self._changes[rank] = response.change
         if response.error is not None:
-            self._see(failures.saw_raise(self.ranks.members[rank].info, response.error), self.drain_s)
+            self._see(failures.rank_raised(self.ranks.members[rank].info, response.error), self.drain_s)
             return
         if rank == 0:
             self._more, self._keeps_adapters = response.more, response.keeps_adapters
         if rank == 0 or not self.submission.takes_steps:
             self._sent[rank] = result if response.is_stored else response.value
-            self._items.append(Item(rank, self._sent[rank]))
+            self._items.append((rank, self._sent[rank]))
             self._change()
 
     def _finish(self, rank: int) -> None:
@@ -236,7 +240,7 @@ class RunningCall:
     def _on_ray_error(self, rank: int, error: BaseException) -> None:
         """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         if self.ranks.is_stopping:
-            self._seen.append(failures.saw_stop(self.ranks.members[rank].info, self.phase(rank)))
+            self._seen.append(failures.rank_stopped(self.ranks.members[rank].info, self.phase(rank)))
             return
         if isinstance(error, ray.exceptions.RayActorError):
             self.ranks.died(rank, error)
@@ -251,9 +255,9 @@ class RunningCall:
         self._see(failures.Observed(failure), self.drain_s)
 
     def died(self, rank: int, error: BaseException, *, is_made: bool) -> None:
-        """Record that a rank's process has ended; `is_made` as in `saw_death`."""
+        """Record that a rank's process has ended; `is_made` as in `rank_died`."""
         self._finish(rank)
-        seen = failures.saw_death(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
+        seen = failures.rank_died(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
         # Ray reports a lost connection a second or two after the death, and the peers have had that time.
         self._see(seen, 0.0 if isinstance(error, ray.exceptions.ActorUnavailableError) else _AFTER_DEATH_S)
 
@@ -276,7 +280,7 @@ class RunningCall:
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
             where, deadline_s = (stacks.get(rank), snapshots.get(rank)), self.submission.deadline_s
-            self._seen.append(failures.saw_hang(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
+            self._seen.append(failures.rank_hung(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
         # Late ranks that did not answer come first, ranks that wait for others last.
         self._seen.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
         return True
@@ -288,12 +292,9 @@ class RunningCall:
             answer, error = await reply(self.ranks.members[rank].actor.progress.remote())
             if error is not None:
                 return  # a death is reported by the call itself
-            now: Progress = answer
-            if self._moved.get(rank) != (now.phase, now.bytes_done):
-                self._moved[rank] = (now.phase, now.bytes_done)
+            if self._progress.get(rank) != answer:
+                self._progress[rank] = answer
                 self.deadline = time.monotonic() + self.submission.deadline_s
-            if rank == 0:
-                self.progress = (now.bytes_done, now.bytes_total)
 
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""

@@ -190,7 +190,7 @@ def number_actors(actors: Sequence[Any], infos: Sequence[Any], plan: StartPlan) 
         seen.extend(gpu for gpu in info.gpu_ids if gpu not in seen)
         device = "cpu" if plan.device_type == "cpu" else f"{plan.device_type}:{len(seen) - 1}"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        members.append(Member(described, actors[index], info.stacks_descriptor, info.log_paths))
+        members.append(Member(described, actors[index], info))
     on_cpu = plan.device_type == "cpu"
     visible = tuple("" if on_cpu else ",".join(gpus[member.info.node_id]) for member in members)
     first = infos[order[0]]

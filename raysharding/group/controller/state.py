@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from raysharding.errors import GroupBrokenError, GroupError
-from raysharding.group.messages import GroupState, Outcome, broken, closed, twin
+from raysharding.group.messages import GroupState, Outcome, broken, closed, without_frames
 
 _TRANSITIONS = {
     GroupState.STARTING: {GroupState.READY, GroupState.BROKEN, GroupState.CLOSED},
@@ -65,7 +65,7 @@ class GroupStatus:
     def fail(self, error: GroupError) -> None:
         """Enter BROKEN. After a failed restart the cause stays the error that broke the group before."""
         self.move(GroupState.BROKEN)
-        self.cause, self.maker = twin(self._restarted_from or error), None
+        self.cause, self.maker = without_frames(self._restarted_from or error), None
 
     def refusal(self, maker: str = "") -> GroupBrokenError | None:
         """Return the error of a call that cannot run; `None` if it can.

@@ -24,9 +24,7 @@ from raysharding.group.cluster import (
     cluster_gpus,
     connect,
     join_existing,
-    own_bundles,
     own_node_id,
-    rank_need,
     tell,
     warn,
 )
@@ -213,7 +211,7 @@ def start_plan(
         node_ids: See `StartPlan`.
         imports: See `StartPlan`.
     """
-    access, need = spec.hub_access(), rank_need(device_type, spec.placement)
+    access = spec.hub_access()
     return StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
@@ -226,7 +224,7 @@ def start_plan(
         paths=tuple(paths),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
-        held=(*own_groups(), *own_bundles(world_size, need)),
+        held=own_groups(),
         tells=spec.progress is not False,
         node_ids=tuple(node_ids),
         imports=imports,
@@ -234,7 +232,7 @@ def start_plan(
 
 
 def _imports(opened: Opened) -> tuple[str | None, bytes] | None:
-    """Return the arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
+    """Return the arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
     model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
     if model is not None and not isinstance(model, str):
         return None

@@ -6,9 +6,7 @@ from raysharding.group.messages.commands import (
     RESULT_BYTES,
     Command,
     Mode,
-    Progress,
     Response,
-    SaveStatus,
     Stacks,
     StateChange,
     in_step,
@@ -19,7 +17,6 @@ from raysharding.group.messages.control import (
     BegunSave,
     FilesRecord,
     GroupState,
-    Interrupted,
     Item,
     Joint,
     Outcome,
@@ -32,8 +29,7 @@ from raysharding.group.messages.control import (
     Submission,
     broken,
     closed,
-    lines_after,
-    twin,
+    without_frames,
 )
 from raysharding.group.messages.packing import (
     AsValue,
@@ -45,8 +41,4 @@ from raysharding.group.messages.packing import (
     pack_batches,
     pack_same,
 )
-from raysharding.group.messages.remote_error import (
-    RemoteError,
-    Stage,
-    record_exception,
-)
+from raysharding.group.messages.remote_error import RemoteError, Stage, record_exception

@@ -1,4 +1,4 @@
-"""`Command`, `Response` and what else a rank is told and tells, as data that needs no torch."""
+"""`Command`, `Response` and the other messages between controller and rank, as data that needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULT_BYTES = 48 << 10
 """Longest result inside a `Response`, which passes through the controller; Ray holds a stored one on its node."""
 
 NEXT_STEP = "_next"
-"""A call in steps begins with its method, and goes on with the method of this ending as long as rank 0 has more."""
+"""A call in steps begins with its method, and goes on with this after the name as long as rank 0 has more."""
 
 OutputMode = Literal["value", "ref"]
 
@@ -93,18 +93,6 @@ def one_model(changes: Iterable[StateChange]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What a rank is doing now."""
-
-    phase: str
-    """`plan`, `stream`, `finalize`, `ready` or the name of the call."""
-    bytes_done: int
-    """Bytes that the load or save has moved."""
-    bytes_total: int
-    """Bytes that it will move, 0 while unknown."""
-
-
-@dataclass(frozen=True, slots=True)
 class Stacks:
     """Python stacks of a rank's threads."""
 
@@ -112,15 +100,3 @@ class Stacks:
     """The work thread's first, formatted."""
     in_collective: bool
     """True if the work thread waits inside torch.distributed, so for another rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveStatus:
-    """What rank 0 says of a save."""
-
-    is_done: bool
-    """True if it has ended, well or not."""
-    bytes_done: int
-    """Bytes written so far."""
-    error: Exception | None
-    """What it failed of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,6 +33,8 @@ Part: TypeAlias = Packed | ray.ObjectRef
 """Packed arguments: themselves if they are small, else their reference in the object store."""
 Sent: TypeAlias = Packed | ray.ObjectRef | None
 """A rank's result: the value itself if it is small, else its reference in the object store."""
+Item: TypeAlias = tuple[int, Sent] | None
+"""One part of a running call's result: a rank, and what it sent; `None` if the call has ended without such a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +148,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One part of a running call's result."""
-
-    rank: int = 0
-    """The rank that sent it."""
-    sent: Sent = None
-    """The value."""
-    is_last: bool = False
-    """True if the call has ended, and there is no such item."""
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What drivers know of a group without asking."""
 
@@ -222,7 +212,7 @@ class StartPlan:
     hub: Packed | None
     """The driver's `HubAccess`, if the ranks need it."""
     imports: tuple[str | None, bytes] | None = None
-    """Arguments of the ranks' `ModelImport`; `None` for a model of the user's own code."""
+    """Arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
     held: tuple[str, ...] = ()
     """Lines on what the driver's program itself holds, for the error of a busy cluster."""
     tells: bool = True
@@ -257,19 +247,7 @@ class ProbeReplies:
     """Rank → why it did not reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """What an interrupt found."""
-
-    num_cancelled: int
-    """Number of the driver's calls that were removed from the queue."""
-    running: str | None
-    """Name of the call of this driver that the ranks run; `None` if they run none of it."""
-    left_s: float
-    """Seconds to the deadline of that call."""
-
-
-def twin(error: E) -> E:
+def without_frames(error: E) -> E:
     """Return a copy of an error without traceback, cause and context, which would keep the frames that they name."""
     return type(error)(error.message, primary=error.primary, failures=error.failures)
 
@@ -283,8 +261,3 @@ def broken(name: str, cause: GroupError) -> GroupBrokenError:
 def closed(name: str) -> GroupBrokenError:
     """Build the error of calls on a group that was shut down."""
     return GroupBrokenError(f"{name} is shut down; make a new group")
-
-
-def lines_after(notes: Sequence[tuple[int, str]], number: int) -> list[tuple[int, str]]:
-    """Return the notes after a number."""
-    return [note for note in notes if note[0] > number]

@@ -15,7 +15,6 @@ _OWN = os.path.dirname(errors.__file__) + os.sep
 _torch = find_spec("torch")  # imports nothing: the controller's process has no torch
 assert _torch is not None, "a dependency of this package"
 _TORCH = os.path.dirname(str(_torch.origin)) + os.sep
-_OWN_NAME = "raysharding"
 # Context managers and decorators through which raysharding and torch call the user's code.
 _STANDARD = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("contextlib.py", "functools.py"))
 
@@ -54,9 +53,6 @@ def _chain(formatted: traceback.TracebackException | None) -> Iterator[traceback
 
 def _library(filename: str) -> str:
     """Return the name under which a frame is folded; empty for the user's code."""
-    if filename.startswith(_OWN):
-        return _OWN_NAME
     if filename.startswith(_TORCH):
-        package = filename.removeprefix(_TORCH).split(os.sep)[0].removesuffix(".py")
-        return f"torch.{package}"
-    return _OWN_NAME if filename.startswith(_STANDARD) else ""
+        return "torch." + filename.removeprefix(_TORCH).split(os.sep)[0].removesuffix(".py")
+    return "raysharding" if filename.startswith((_OWN, *_STANDARD)) else ""

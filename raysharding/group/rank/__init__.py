@@ -7,19 +7,11 @@ from typing import TYPE_CHECKING
 from raysharding.imports import lazy_names
 
 if TYPE_CHECKING:
-    from raysharding.group.rank.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
+    from raysharding.group.rank.actor import CONCURRENCY_GROUPS, RankActor
     from raysharding.group.rank.assignment import Assignment, Title
     from raysharding.group.rank.dataset_blocks import DatasetBlocks
     from raysharding.group.rank.model_facts import ModelFacts
 
-__all__ = [
-    "CONCURRENCY_GROUPS",
-    "ActorInfo",
-    "Assignment",
-    "DatasetBlocks",
-    "ModelFacts",
-    "RankActor",
-    "Title",
-]
+__all__ = ["CONCURRENCY_GROUPS", "Assignment", "DatasetBlocks", "ModelFacts", "RankActor", "Title"]
 
 __getattr__, __dir__ = lazy_names(__name__, __all__, ("assignment", "actor", "dataset_blocks", "model_facts"))

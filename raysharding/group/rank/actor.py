@@ -28,15 +28,12 @@ from raysharding.group.messages import (
     AsValue,
     Command,
     Packed,
-    Progress,
     Response,
-    SaveStatus,
     Stacks,
     Stage,
     decoded,
     encoded,
     pack,
-    record_exception,
 )
 from raysharding.group.rank.assignment import Title
 from raysharding.imports import paused_gc
@@ -92,7 +89,7 @@ class RankActor:
             lease_s: Seconds without `renew` after which the rank ends: its node is cut off from the controller.
             hub: The driver's `HubAccess`, packed, if the checkpoint is on the Hugging Face hub. An argument, since Ray
                 logs the variables of a runtime environment.
-            imports: Arguments of `ModelImport`; `None` for a model of the user's own code.
+            imports: Arguments of `import_code` in `commands.py`; `None` for a model of the user's own code.
         """
         with paused_gc():
             self._import_s = {name: _imported(module) for name, module in _IMPORTS.items()}
@@ -172,8 +169,8 @@ class RankActor:
         self._renewed.set()
 
     @ray.method(concurrency_group="control")
-    def save_status(self, number: int) -> SaveStatus:
-        """Return the status of a save in the background."""
+    def save_status(self, number: int) -> tuple[bool, int, Exception | None]:
+        """Return whether a save in the background has ended, its bytes so far, and its failure."""
         return self._commands.save_status(number)
 
     @ray.method(concurrency_group="control")
@@ -199,9 +196,9 @@ class RankActor:
         os._exit(1)
 
     @ray.method(concurrency_group="control")
-    def progress(self) -> Progress:
-        """Return the progress of the running load or save."""
-        return Progress(*self._commands.progress())
+    def progress(self) -> tuple[str, int, int]:
+        """Return phase, bytes done and total bytes of the running load or save."""
+        return self._commands.progress()
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
@@ -235,11 +232,7 @@ class RankActor:
             result = _pack_output(value, command)
         except BaseException as error:  # noqa: BLE001
             # Boundary to user code: every exception, `SystemExit` too, goes to the controller as data.
-            now = self._commands
-            raised = record_exception(
-                error, stage=stage, phase=now.phase(), tensor=now.tensor(), recovered=now.is_usable()
-            )
-            return Response(now.change(), error=raised), None
+            return Response(self._commands.change(), error=self._commands.failure(error, stage)), None
         change, keeps_adapters = self._commands.change(), self._commands.keeps_adapters()
         return Response(change, more=more, keeps_adapters=keeps_adapters), result
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,29 +32,30 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.distributed.weights import CopySpec
-from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.errors import GroupError, PlanError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
-from raysharding.group.messages import NEXT_STEP, Command, Mode, SaveStatus, Shared, StateChange
+from raysharding.group.messages import (
+    NEXT_STEP,
+    Command,
+    Mode,
+    RemoteError,
+    Shared,
+    Stage,
+    StateChange,
+    record_exception,
+)
 from raysharding.group.rank.argument_refs import fetched
 from raysharding.group.rank.assignment import Assignment, Title
 from raysharding.group.rank.memory_gauge import export_memory
 from raysharding.group.rank.model_facts import ModelFacts
-from raysharding.group.rank.model_import import ModelImport
-from raysharding.models import Adapted, InputBounds
+from raysharding.imports import paused_gc
+from raysharding.models import Adapted, InputBounds, import_model
 from raysharding.worker import Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Value of one step of a call that takes several steps."""
-
-    value: Any
-    """The value of this step."""
-    more: bool
-    """True if another step follows."""
+_IN_STEPS = ("state_dict", "evaluate")
+"""Commands that are generators; see `NEXT_STEP`."""
 
 
 class RankCommands:
@@ -61,13 +63,13 @@ class RankCommands:
 
     def __init__(self, title: Title, imports: tuple[str | None, bytes] | None = None) -> None:
         self._title = title
-        self._model_import = None if imports is None else ModelImport(*imports)
+        # On a thread: the connections of a rendezvous, which take as long on GPUs, release the GIL.
+        self._importing = None if imports is None else ThreadPoolExecutor(1).submit(import_code, *imports)
         self._server: Any = None
         self._address: StoreAddress | None = None
         self._node_ip = ""
         self._rank_worker: Worker | None = None
-        self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
-        self._evaluation: Iterator[dict[str, float] | None] = iter(())
+        self._steps: Generator[Any, None, Any] | None = None
         self._doing = "start"
         self._is_adapted = False
         self._before = 0, 0
@@ -87,6 +89,8 @@ class RankCommands:
         self._before = self._counts()
         if command.resets:
             self.reset()
+        if command.method.endswith(NEXT_STEP):
+            return self._next_step()
         assert command.args is not None, "RankActor.fetch brought them, if the controller did not"
         args, kwargs = command.args.unpack()
         if command.shared is not None:
@@ -98,7 +102,17 @@ class RankCommands:
             part = self._worker.predictor if command.method.startswith("predict_") else self._worker.trainer
             method = getattr(part, command.method)
         value = method(*args, **kwargs)
-        return (value.more, value.value) if isinstance(value, Step) else (False, value)
+        if command.method not in _IN_STEPS:
+            return False, value
+        self._steps = value
+        return self._next_step()
+
+    def _next_step(self) -> tuple[bool, Any]:
+        assert self._steps is not None, "the first step comes first"
+        try:
+            return True, next(self._steps)
+        except StopIteration as last:
+            return False, last.value
 
     def serve_store(
         self, node_ip: str | None, timeout_s: float, port_range: tuple[int, int] | None
@@ -164,9 +178,8 @@ class RankCommands:
             Bounds of its inputs, its `ModelFacts`, and seconds of the import of its code and of the rest.
         """
         seconds = {}
-        if self._model_import is not None:
-            self._model_import.join()
-            seconds["transformers"] = self._model_import.seconds
+        if self._importing is not None:
+            seconds["transformers"] = self._importing.result()
         begun = time.monotonic()
         self._is_adapted = isinstance(model, Adapted)
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
@@ -201,13 +214,11 @@ class RankCommands:
 
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward; collective."""
-        output = self._worker.forward(batch, mode, out)
-        return output.value if out is not None and out.kind == "refs" else output
+        return _plain(self._worker.forward(batch, mode, out), out)
 
     def generate(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Generate token ids; collective."""
-        output = self._worker.generate(batch, mode, out)
-        return output.value if out is not None and out.kind == "refs" else output
+        return _plain(self._worker.generate(batch, mode, out), out)
 
     generators = staticmethod(random_state)
     """Return the state of the rank's random generators."""
@@ -219,15 +230,13 @@ class RankCommands:
         self._worker.trainer.set_optimizer(*args)
         return self._worker.trainer.new_warning()
 
-    def evaluate(self, plan: EvaluationPlan | None) -> Step:
-        """Start to compute loss and metrics over data; collective."""
-        self._evaluation = self._worker.trainer.evaluate(plan)
-        return self.evaluate_next(plan)
-
-    def evaluate_next(self, plan: EvaluationPlan | None) -> Step:
-        """Process the next batches; the value after the last batch is the result. Collective."""
-        values = next(self._evaluation)
-        return Step(values, more=values is None)
+    def evaluate(self, plan: EvaluationPlan | None) -> Generator[None, None, dict[str, float] | None]:
+        """Compute loss and metrics over data, some batches in each step; collective."""
+        values = None
+        for values in self._worker.trainer.evaluate(plan):
+            if values is None:
+                yield
+        return values
 
     def reset(self) -> None:
         """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""
@@ -247,17 +256,10 @@ class RankCommands:
         outcome = self._worker.save(path, overwrite, async_save=async_save, **options)
         return outcome if async_save or self._worker.rank == 0 else None
 
-    def state_dict(self, keys: Sequence[str] | None) -> Step:
-        """Start to gather full tensors on rank 0, one bucket at a time; collective."""
-        self._buckets = iter(self._worker.state_dict(keys))
-        return Step(None, more=True)
-
-    def state_dict_next(self, keys: Sequence[str] | None) -> Step:
-        """Gather the next bucket, on rank 0 a dict of FQN → CPU tensor; collective."""
-        bucket = next(self._buckets, None)
-        if bucket is None:
-            return Step(None, more=False)
-        return Step(dict(bucket) if self._worker.rank == 0 else None, more=True)
+    def state_dict(self, keys: Sequence[str] | None) -> Generator[dict[str, torch.Tensor] | None]:
+        """Gather full tensors on rank 0, one bucket, a dict of FQN → CPU tensor, in each step; collective."""
+        for bucket in self._worker.state_dict(keys):
+            yield dict(bucket) if self._worker.rank == 0 else None
 
     def close(self) -> None:
         """Leave the process group, on all ranks."""
@@ -265,29 +267,27 @@ class RankCommands:
             self._rank_worker.close()
         leave_process_group()
 
-    def save_status(self, number: int) -> SaveStatus:
-        """Return the status of a save in the background. Thread-safe, also while a command runs."""
+    def save_status(self, number: int) -> tuple[bool, int, Exception | None]:
+        """Return whether a save in the background has ended, its bytes so far, and its failure. Thread-safe."""
         save = None if self._rank_worker is None else self._rank_worker.status.saver.status(number)
         if save is None:
-            return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 has no record of this save"))
+            return True, 0, GroupError("rank 0 has no record of this save")
         error = save.error
         if error is not None and not isinstance(error, RayshardingError):
             error = GroupError(f"{type(error).__name__}: {said(error)}")
-        return SaveStatus(save.is_done, save.bytes_done, error)
+        return save.is_done, save.bytes_done, error
 
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and total bytes. Thread-safe, also while a command runs."""
         worker = self._rank_worker
         return self.phase(), *((0, 0) if worker is None else (worker.status.bytes_done, worker.status.bytes_total))
 
-    def tensor(self) -> str | None:
-        """Return the last tensor of the running load or save."""
-        worker = self._rank_worker
-        return worker.status.last_tensor or None if worker is not None and self._doing in _STREAMING else None
-
-    def is_usable(self) -> bool:
-        """Return True if later calls can use the module, after an exception that every rank raised."""
-        return self._rank_worker is None or self._rank_worker.status.usable
+    def failure(self, error: BaseException, stage: Stage) -> RemoteError:
+        """Describe an exception of the last command; `stage` as in `RemoteError`."""
+        status = None if self._rank_worker is None else self._rank_worker.status
+        tensor = status.last_tensor or None if status is not None and self._doing in _STREAMING else None
+        is_usable = status is None or status.usable
+        return record_exception(error, stage=stage, phase=self.phase(), tensor=tensor, recovered=is_usable)
 
     def change(self) -> StateChange:
         """Return what the last command did to the model."""
@@ -319,6 +319,24 @@ class RankCommands:
     def _worker(self) -> Worker:
         assert self._rank_worker is not None, "join comes before every other command"
         return self._rank_worker
+
+
+def import_code(model: str | None, config: bytes) -> float:
+    """Import the code of a transformers model; return the seconds.
+
+    Args:
+        model: Name of a transformers auto class; `None` for the class that config.json names.
+        config: Encoded `Checkpoint`; only its config.json is used.
+    """
+    begun = time.monotonic()
+    with suppress(PlanError, ImportError), paused_gc():  # `build` raises it again, as the error of a call
+        import_model(model, Checkpoint.from_json(config))
+    return time.monotonic() - begun
+
+
+def _plain(output: Any, out: Out | None) -> Any:
+    """Return the value that a reference of `Out.refs()` is to."""
+    return output.value if out is not None and out.kind == "refs" else output
 
 
 def _filled(value: Any, shared: Sequence[Any]) -> Any:

@@ -28,20 +28,6 @@ from raysharding.group.calls import Call, client, driver_handle
 from tests.group.conftest import make_group
 
 
-def test_calls_run_in_order_and_results_wait(group: ShardedModelGroup) -> None:
-    def push(value: int) -> list[int]:
-        from raysharding import current_worker
-
-        kept = current_worker().__dict__.setdefault("kept", [])
-        kept.append(value)
-        return list(kept)
-
-    calls = [group.call.remote(push, value) for value in range(20)]
-    assert calls[-1].result()[1] == list(range(20))
-    assert calls[3].result()[0] == [0, 1, 2, 3]
-    assert group.state is GroupState.READY
-
-
 def test_ranks_stream_as_they_finish(group: ShardedModelGroup, tmp_path: Path) -> None:
     def wait(gate: Path) -> str:
         while not gate.exists():
@@ -101,14 +87,6 @@ def test_an_error_of_all_ranks_is_raised_each_time_and_leaves_the_group_ready(gr
         list(call.stream())
     assert after.result() == [4, 4]
     assert group.state is GroupState.READY
-
-
-def test_a_bad_batch_leaves_the_model_right(group: ShardedModelGroup) -> None:
-    rows = torch.randn(5, 8)
-    before = group.forward(Split(rows))
-    with pytest.raises(GroupError, match="mat1 and mat2"):
-        group.forward(Split(torch.randn(5, 9)))
-    assert torch.equal(group.forward(Split(rows)), before)
 
 
 def write() -> Callable[[], None]:
@@ -347,7 +325,7 @@ def test_what_fails_on_the_thread_that_ends_calls_is_logged_and_ends_no_other_ca
     with monkeypatch.context() as changed:
         changed.setattr(sys, "stderr", closed)
         client.tell_soon("nobody hears it")
-        changed.setattr(connection, "_told", -1)
+        changed.setattr(connection, "_last_note", -1)
         connection.take(replace(connection.snapshot, notes=((0, "nor this"),)))
         changed.setattr(connection.thread, "_check", check)
         assert first.result(timeout_s=20) == [None, None]

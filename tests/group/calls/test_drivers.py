@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from torch import nn
 from raysharding import GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.clock import now
+from tests.group.calls.conftest import ask
 from tests.group.conftest import make_group
 from tests.group.fit.test_fit_restarts import slow_writes
-from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,21 +35,16 @@ def loss(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_attach_takes_nothing_from_the_driver_that_was_there(checkpoint: Path, reference: nn.Module) -> None:
-    with make_group(checkpoint, name="both") as first:
-        second = ShardedModelGroup.attach("both")
-        assert second.ranks == first.ranks
-        for group in (first, second, first):
-            assert torch.allclose(group.forward(Split(ROWS)), reference(ROWS), atol=1e-6)
-            assert group.state is GroupState.READY
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_the_end_of_an_attached_with_block_detaches(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_takes_nothing_and_the_end_of_its_block_detaches(
+    checkpoint: Path, reference: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = "this driver has left group 'both', .* attach again"
     with make_group(checkpoint, name="both") as first:
         with ShardedModelGroup.attach("both") as second:
-            assert second.call(int) == [0, 0]
+            assert second.ranks == first.ranks
+            for group in (first, second, first):
+                assert torch.allclose(group.forward(Split(ROWS)), reference(ROWS), atol=1e-6)
+                assert group.state is GroupState.READY
             running, queued = second.call.remote(time.sleep, 0.5), second.call.remote(int)
         assert first.call(int) == [0, 0], "the group lives on"
         for call in (running, queued):
@@ -89,66 +84,22 @@ def test_shutdown_ends_the_group_for_all_drivers(checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_copy_goes_to_the_ranks_that_another_driver_has_restarted(checkpoint: Path) -> None:
-    with make_group(checkpoint, world_size=1) as source, make_group(checkpoint, world_size=1, name="shared") as target:
-        assert source.copy_to(target).is_planned
-        assert not source.copy_to(target).is_planned
-        ShardedModelGroup.attach("shared").restart(world_size=2)
-        with pytest.raises(GroupError, match="was restarted by"):
-            source.copy_to(target)
-        assert source.copy_to(target).is_planned, "with the new ranks"
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_the_optimizer_that_one_driver_sets_is_that_of_the_others_also_after_their_restart(checkpoint: Path) -> None:
-    with make_group(checkpoint, name="both") as first:
+def test_what_one_driver_sets_and_restarts_is_so_for_the_others(checkpoint: Path) -> None:
+    """The optimizer; and the ranks that a copy goes to."""
+    with make_group(checkpoint, world_size=1) as source, make_group(checkpoint, world_size=1, name="both") as first:
         with pytest.raises(ValueError, match="needs an optimizer"):
             first.train_step(Split(ROWS), loss=loss)
         second = ShardedModelGroup.attach("both")
         second.set_optimizer(torch.optim.SGD, lr=0.5)
         first.set_scheduler(partial(torch.optim.lr_scheduler.StepLR, step_size=10))
         assert first.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
-        os.kill(first.ranks[0].pid, signal.SIGKILL)
-        with pytest.raises(GroupError):
-            first.call(int)
-        first.restart()
+        assert [source.copy_to(first).is_planned for _ in range(2)] == [True, False]
+        second.restart(world_size=2)
         with pytest.raises(GroupError, match="was restarted by"):
-            second.train_step(Split(ROWS), loss=loss)
-        assert second.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
+            source.copy_to(first)
+        assert source.copy_to(first).is_planned, "with the new ranks"
+        assert first.train_step(Split(ROWS), loss=loss)["lr"] == 0.5
 
-
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
-
-
-MINE = """
-def loss(output, rows):
-    return output.square().mean()
-
-group = make(name="shared", replace=True, timeouts=Timeouts(drain_s=1.0), optimizer=torch.optim.SGD)
-ROWS = torch.ones(3, 8)
-asks = {
-    "train_step": lambda: group.train_step(Split(ROWS), loss=loss)["loss"] > 0,
-    "forward": lambda: list(group.forward(Split(ROWS)).shape),
-    "fit": lambda: group.fit([{"input": [1.0] * 8}] * 4, batch_size=2, loss=lambda output: output.square().mean(),
-                             progress=False).num_steps,
-    "load": lambda: group.load(sys.argv[2]) is not None,
-    "forward_backward": lambda: group.forward_backward(Split(ROWS), loss=loss)["loss"] > 0,
-    "state": lambda: group.state.value,
-    "sleep": lambda: group.call(time.sleep, 0.01),
-    "long": lambda: group.call(time.sleep, 60),
-    "restart": lambda: group.restart(world_size=2).world_size,
-    "shutdown": lambda: group.shutdown(),
-}
-for line in sys.stdin:
-    begun = now()
-    try:
-        tell(value=asks[line.strip()](), seconds=now() - begun)
-    except GroupError as error:
-        tell(error=str(error), seconds=now() - begun)
-"""
 
 HOLDS = """
 def square(output):
@@ -175,27 +126,8 @@ elif sys.argv[3] == "predict":
 else:
     group.forward_backward(Split(ROWS), loss=loss)
     tell(begun=True)
-    for line in sys.stdin:
-        group.optim_step()
-        tell(stepped=True)
+    time.sleep(100)
 """
-
-
-@pytest.fixture
-def mine(standing: StandingCluster, checkpoint: Path) -> Iterator[Driver]:
-    """A driver that makes the group `shared`, and does what it is told."""
-    with Driver(standing, checkpoint, MINE) as driver:
-        driver.hear()
-        yield driver
-        driver.say("shutdown")
-        driver.hear()
-
-
-def ask(driver: Driver, what: str) -> str:
-    """Have a driver do something; returns the error, or what came of it."""
-    driver.say(what)
-    heard = driver.hear()
-    return str(heard.get("error", heard.get("value")))
 
 
 def until_allowed(driver: Driver, what: str) -> float:
@@ -224,24 +156,15 @@ def test_what_changes_the_model_is_refused_beside_a_claim_until_its_holder_is_ki
     assert ask(mine, "fit") == "2"
 
 
-def test_the_step_of_an_accumulation_releases_its_claim(
-    mine: Driver, standing: StandingCluster, checkpoint: Path
+@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.full)])
+def test_a_driver_that_is_lost_holds_nobody_up(
+    how: str, mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, HOLDS, "sum") as holder:
-        assert holder.hear()["begun"]
-        assert "refused" in ask(mine, "forward_backward")
-        holder.say("step")
-        assert holder.hear()["stepped"]
-        assert ask(mine, "train_step") == "True"
-
-
-def test_the_queued_calls_of_a_dead_driver_are_dropped(
-    mine: Driver, standing: StandingCluster, checkpoint: Path
-) -> None:
-    with Driver(standing, checkpoint, QUEUES) as other:
+    """The queued calls of a dead one are dropped; one that SIGSTOP holds is not dead: its calls run."""
+    with Driver(standing, checkpoint, QUEUES.replace("60", "60" if how == "killed" else "0")) as other:
         assert other.hear()["queued"]
+        other.kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         mine.say("forward")
-        other.kill()
         heard = mine.hear()
     assert heard["value"] == [3, 4]
     assert heard["seconds"] < RUNNING_S + KNOWN_S, "the call that was running, and none of 60 s behind it"
@@ -256,44 +179,12 @@ time.sleep(100)
 """.replace("RUNNING_S", str(RUNNING_S))
 
 
-def test_ctrl_c_cancels_the_calls_of_its_own_driver_alone(
+def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
     mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, PRESSES) as other:
-        assert other.hear()["waits"]
-        mine.say("sleep")
-        time.sleep(0.5)
-        other.kill(signal.SIGINT)
-        assert other.hear() == {"interrupted": True, "cancelled": 2}
-        assert mine.hear()["value"] == [None, None]
-        assert ask(mine, "forward") == "[3, 4]"
-
-
-PRESSES = """
-from raysharding import CallCancelledError
-group = ShardedModelGroup.attach("shared")
-calls = [group.call.remote(time.sleep, seconds) for seconds in (2, 60, 60)]
-tell(waits=True)
-try:
-    calls[2].result()
-except KeyboardInterrupt:
-    cancelled = 0
-    for call in calls[1:]:
-        try:
-            call.result()
-        except CallCancelledError:
-            cancelled += 1
-    tell(interrupted=True, cancelled=cancelled)
-sys.stdin.readline()
-"""
-
-
-def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
-    standing: StandingCluster, checkpoint: Path
-) -> None:
-    with Driver(standing, checkpoint, MINE) as mine, Driver(standing, checkpoint, PRESSES_TWICE) as other:
-        pids = mine.hear()["pids"]
-        other.say("go")
+    mine.say("pids")
+    pids = mine.hear()["value"]
+    with Driver(standing, checkpoint, PRESSES_TWICE) as other:
         assert other.hear()["waits"]
         mine.say("forward")
         time.sleep(0.5)
@@ -305,11 +196,10 @@ def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
         assert "Ctrl-C" in said
         assert f"pid {other.process.pid}" in said
         seconds_until_gone(pids, since, 10.0)
-        assert ask(mine, "shutdown") == "None"
+    assert ask(mine, "restart") == "2"
 
 
 PRESSES_TWICE = """
-sys.stdin.readline()
 group = ShardedModelGroup.attach("shared")
 call = group.call.remote(time.sleep, 60)
 tell(waits=True)
@@ -322,7 +212,6 @@ sys.stdin.readline()
 
 
 RESTARTS = """
-sys.stdin.readline()
 group = ShardedModelGroup.attach("shared")
 threading = __import__("threading")
 threading.Timer(0.3, tell, kwargs={"restarts": True}).start()
@@ -331,31 +220,14 @@ group.restart(world_size=3)
 
 
 def test_a_driver_that_dies_while_it_restarts_leaves_the_group_to_the_others(
-    standing: StandingCluster, checkpoint: Path
+    mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, MINE) as mine, Driver(standing, checkpoint, RESTARTS) as other:
-        mine.hear()
-        other.say("go")
+    with Driver(standing, checkpoint, RESTARTS) as other:
         assert other.hear()["restarts"]
         other.kill()
         until = now() + KNOWN_S
         while (state := ask(mine, "state")) != "broken":
             assert state != "closed"
             assert now() < until
-        assert ask(mine, "restart") == "2"
-        assert ask(mine, "forward") == "[3, 4]"
-        assert ask(mine, "shutdown") == "None"
-
-
-@pytest.mark.full
-def test_a_frozen_driver_holds_nobody_up_but_by_its_claim(
-    mine: Driver, standing: StandingCluster, checkpoint: Path
-) -> None:
-    """A driver that SIGSTOP holds is not dead: its calls run, and those of others go on behind them."""
-    with Driver(standing, checkpoint, QUEUES.replace("60", "0")) as other:
-        assert other.hear()["queued"]
-        os.kill(other.process.pid, signal.SIGSTOP)
-        mine.say("forward")
-        heard = mine.hear()
-        assert heard["value"] == [3, 4]
-        assert heard["seconds"] < RUNNING_S + KNOWN_S
+    assert ask(mine, "restart") == "2"
+    assert ask(mine, "forward") == "[3, 4]"

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
+from raysharding import GroupBrokenError, ShardedModelGroup
+from raysharding.group import GroupState
 from tests.clock import now
+from tests.controllers import await_state
 from tests.docs.blocks import blocks_of
 from tests.group.conftest import make_group
 from tests.group.standing import ROOT
@@ -99,21 +101,45 @@ def attach_to_an_issue(group: ShardedModelGroup) -> None:
     exec(re.sub(r"(?m)^group = .*$", "", block), {"group": group})
 
 
-def test_of_a_dead_rank(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make_group(checkpoint, world_size=1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_of_a_rank_that_died_while_idle(
+    number: int,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    group = make_group(checkpoint)
     group.call(print_and_sleep, 0.0)
-    os.kill(group.ranks[0].pid, signal.SIGKILL)
-    with pytest.raises(GroupError):
-        group.call(print_and_sleep, 0.0)
-    assert "line 29 of rank output" in group.logs(0)
+    view = group.watch(refresh_s=0.05)
+    since = now()
+    os.kill(group.ranks[1].pid, number)
+    await_state(group, GroupState.BROKEN, 2.0)
+    seen = view.num_refreshes
+    with pytest.raises(GroupBrokenError) as caught:
+        group.call(int)
+    assert now() - since < 2.5
+    assert caught.value.primary is not None
+    assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "idle")
+    assert "line 29 of rank output" in group.logs(1)
     with pytest.raises(GroupBrokenError):
         group.stacks()
     monkeypatch.chdir(tmp_path)
     attach_to_an_issue(group)
-    assert "rank 0 died" in Path("report/group.txt").read_text()
-    assert "line 29 of rank output" in Path("report/rank-0.log").read_text()
+    assert "rank 1 died" in Path("report/group.txt").read_text()
+    assert "line 29 of rank output" in Path("report/rank-1.log").read_text()
+    until = now() + 20
+    while view.num_refreshes <= seen + 1:  # the view goes on: a restart may follow
+        assert now() < until
+        time.sleep(0.02)
     group.shutdown()
-    assert "line 29 of rank output" in group.logs(0)
+    while "ended: the group was shut down" not in repr(view):
+        assert now() < until
+        time.sleep(0.02)
+    shown = capsys.readouterr().err
+    assert f"raysharding: {group.name}: ready" in shown
+    assert f"raysharding: {group.name}: broken, cause: {group.name}: rank 1 died" in shown
+    assert "line 29 of rank output" in group.logs(1)
     monkeypatch.chdir("report")
     attach_to_an_issue(group)
 

@@ -204,14 +204,28 @@ def make_sleepy(begun: Path) -> Callable[[], nn.Module]:
     return build
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_group_that_is_being_made_is_undone(checkpoint: Path, tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(
+    ("moment", "times"),
+    [
+        ("the controller starts", 1),
+        ("the ranks wait for room", 1),
+        ("the model is built", 1),
+        ("the model is built", 2),
+    ],
+)
+def test_a_group_that_is_being_made_is_undone(checkpoint: Path, tmp_path: Path, moment: str, times: int) -> None:
     """By one Ctrl-C; `nothing_left` sees that nothing is, after a second one in the middle of the undoing, too."""
-    begun, sent = tmp_path / "begun", []
+    groups, controllers, sent, begun = placement_groups(), controller_pids(), list[float](), tmp_path / "begun"
+    is_there: dict[str, Callable[[], object]] = {
+        "the controller starts": lambda: controller_pids() - controllers,
+        "the ranks wait for room": lambda: placement_groups() - groups,
+        "the model is built": begun.exists,
+    }
+    options: dict[str, Any] = {"placement": Placement(strategy="STRICT_SPREAD"), "timeouts": Timeouts(place_s=60)}
 
     def fire() -> None:
         until = now() + 60
-        while not begun.exists() and now() < until:
+        while not is_there[moment]() and now() < until:
             time.sleep(0.02)
         for _ in range(times):
             sent.append(now())
@@ -222,31 +236,10 @@ def test_a_group_that_is_being_made_is_undone(checkpoint: Path, tmp_path: Path, 
     thread.start()
     with handler(signal.default_int_handler), contextlib.suppress(KeyboardInterrupt):  # of a second one that came late
         with pytest.raises(KeyboardInterrupt):
-            make_group(checkpoint, model=make_sleepy(begun))
+            make_group(checkpoint, model=make_sleepy(begun), **(options if "model" not in moment else {}))
         thread.join()
     thread.join()
     assert now() - sent[0] < 10
-
-
-@pytest.mark.parametrize("moment", ["the controller starts", "the ranks wait for room"])
-def test_a_group_that_has_no_ranks_yet_is_undone(checkpoint: Path, moment: str) -> None:
-    groups, controllers, sent = placement_groups(), controller_pids(), []
-
-    def is_there() -> bool:
-        return bool(placement_groups() - groups if "room" in moment else controller_pids() - controllers)
-
-    def fire() -> None:
-        until = now() + 60
-        while not is_there() and now() < until:
-            time.sleep(0.02)
-        sent.append(now())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=fire)
-    thread.start()
-    with handler(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
-        make_group(checkpoint, placement=Placement(strategy="STRICT_SPREAD"), timeouts=Timeouts(place_s=60))
-    assert now() - sent[0] < 5
 
 
 IN_A_TERMINAL = """

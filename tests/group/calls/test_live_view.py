@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import pty
-import signal
 import sys
 import termios
 import threading
@@ -137,24 +136,6 @@ def test_another_watch_ends_the_earlier(counting: ShardedModelGroup) -> None:
 def test_refresh_must_be_a_time(counting: ShardedModelGroup, seconds: float) -> None:
     with pytest.raises(ValueError, match="refresh_s="):
         counting.watch(refresh_s=seconds)
-
-
-def test_death_of_a_rank_is_shown_and_the_end_of_the_group_ends_it(
-    checkpoint: Path, capsys: pytest.CaptureFixture
-) -> None:
-    group = make_group(checkpoint)
-    view = group.watch(refresh_s=0.05)
-    until(lambda: view.num_refreshes > 0, "a first refresh")
-    os.kill(group.ranks[1].pid, signal.SIGKILL)
-    until(lambda: group.state.value == "broken", "a death breaks the group")
-    seen = view.num_refreshes
-    until(lambda: view.num_refreshes > seen + 1, "it goes on: a restart may follow")
-    group.shutdown()
-    until(lambda: view_threads() == [], "it ends with the group")
-    assert "ended: the group was shut down" in repr(view)
-    shown = capsys.readouterr().err
-    assert f"raysharding: {group.name}: ready" in shown
-    assert f"raysharding: {group.name}: broken, cause: {group.name}: rank 1 died" in shown
 
 
 def test_group_that_is_dropped_is_freed_and_ends_its_view(checkpoint: Path) -> None:

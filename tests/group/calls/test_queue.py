@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from raysharding import CallCancelledError, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
 from raysharding.group.calls import client as client_module
-from tests.group.standing import Driver, StandingCluster, standing_cluster
+from tests.conftest import make_group
+from tests.group.standing import Driver, StandingCluster
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,7 +64,7 @@ def test_a_part_of_a_result_that_is_asked_for_before_its_call_arrives_is_waited_
     part = client.item(client.connection.registration.next_number, 0)
     time.sleep(0.5)
     call = group.call.remote(int)
-    assert not part.result(timeout=20.0).is_last
+    assert part.result(timeout=20.0) is not None
     assert call.result() == [0, 0]
 
 
@@ -117,31 +118,13 @@ def test_what_is_asked_about_a_call_waits_for_the_call(group: ShardedModelGroup)
         with pytest.raises(CallCancelledError, match="the test cancelled the call"):
             call.result(30)
     assert ray.get(interrupted, timeout=30).num_cancelled == 2
-    assert item.result(30).is_last
+    assert item.result(30) is None
     busy.result(30)
     item = client.item(number + 3, 1)
     time.sleep(0.3)
     assert group.call(note, 2) == [(2, 0.0)] * 2
-    assert not item.result(30).is_last
+    assert item.result(30) is not None
 
-
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
-
-
-SHARED = """
-group = make(name="shared", timeouts=Timeouts(drain_s=1.0))
-for line in sys.stdin:
-    if line.strip() == "noted":
-        from tests.group.calls.test_queue import noted
-        tell(noted=group.call(noted))
-    else:
-        break
-group.shutdown()
-tell(shut=True)
-"""
 
 CALLS = """
 from tests.group.calls.test_queue import note, values_of
@@ -171,31 +154,27 @@ os._exit(0)  # no shutdown: the group is another driver's, too
 
 
 def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_third_alone(
-    standing: StandingCluster, checkpoint: Path
+    mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, SHARED) as owner:
-        owner.hear()
-        with (
-            Driver(standing, checkpoint, CALLS, "0", "200") as whole,
-            Driver(standing, checkpoint, CALLS, "10000", "2000") as dying,
-            Driver(standing, checkpoint, CALLS, "20000", "2000") as stopping,
-        ):
-            three = (whole, dying, stopping)
-            for driver in three:
-                assert driver.hear()["ready"]
-            for driver in three:
-                driver.say("go")
-            for driver in (dying, stopping):
-                assert driver.hear()["begun"]
-            dying.kill()
-            stopping.kill(signal.SIGINT)
-            assert stopping.hear()["interrupted"]
-            assert whole.hear()["begun"]
-            assert whole.hear()["done"]
-        owner.say("noted")
-        first, second = owner.hear()["noted"]
-        owner.say("end")
-        assert owner.hear()["shut"]
+    with (
+        Driver(standing, checkpoint, CALLS, "0", "200") as whole,
+        Driver(standing, checkpoint, CALLS, "10000", "2000") as dying,
+        Driver(standing, checkpoint, CALLS, "20000", "2000") as stopping,
+    ):
+        three = (whole, dying, stopping)
+        for driver in three:
+            assert driver.hear()["ready"]
+        for driver in three:
+            driver.say("go")
+        for driver in (dying, stopping):
+            assert driver.hear()["begun"]
+        dying.kill()
+        stopping.kill(signal.SIGINT)
+        assert stopping.hear()["interrupted"]
+        assert whole.hear()["begun"]
+        assert whole.hear()["done"]
+    mine.say("noted")
+    first, second = mine.hear()["value"]
     assert first == second, "every rank ran the same calls in the same order"
     by_driver = {begin: [n - begin for n in first if begin <= n < begin + 10_000] for begin in (0, 10_000, 20_000)}
     assert by_driver[0] == list(range(200))
@@ -210,83 +189,47 @@ def test_a_driver_that_dies_and_one_that_presses_ctrl_c_leave_the_calls_of_the_t
     assert after == list(range(5000, 5020)), "it goes on, too"
 
 
-PAIR = """
-left, right = make(name="left"), make(name="right")
-tell(made=True)
-sys.stdin.readline()
-states = left.state_dict(), right.state_dict()
-tell(same=all(torch.equal(states[0][name], states[1][name]) for name in states[0]))
-left.shutdown()
-right.shutdown()
-tell(shut=True)
-"""
-
-COPIES = """
-groups = {name: ShardedModelGroup.attach(name) for name in ("left", "right")}
-source, target = (groups[name] for name in sys.argv[3].split("-"))
-tell(ready=True)
-sys.stdin.readline()
-for _ in range(int(sys.argv[4])):
-    source.copy_to(target)
-calls = [source.copy_to.remote(target) for _ in range(10)]
-tell(copied=sum(call.result().num_tensors > 0 for call in calls))
-sys.stdin.readline()
-os._exit(0)
-"""
-
-
 @pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.full)])
-def test_copies_in_both_directions_by_two_drivers_end(times: int, standing: StandingCluster, checkpoint: Path) -> None:
-    with Driver(standing, checkpoint, PAIR) as owner:
-        while "made" not in owner.hear():
-            pass
-        with (
-            Driver(standing, checkpoint, COPIES, "left-right", str(times)) as there,
-            Driver(standing, checkpoint, COPIES, "right-left", str(times)) as back,
-        ):
-            for driver in (there, back):
-                assert driver.hear()["ready"]
-            for driver in (there, back):
-                driver.say("go")
-            for driver in (there, back):
-                assert driver.hear() == {"copied": 10}
-        owner.say("end")
-        assert owner.hear() == {"same": True}
-        assert owner.hear()["shut"]
+def test_copies_in_both_directions_by_two_drivers_end(times: int, cluster: None, checkpoint: Path) -> None:
+    with make_group(checkpoint, name="left") as left, make_group(checkpoint, name="right") as right:
+        others = ShardedModelGroup.attach("right"), ShardedModelGroup.attach("left")
+        copied = list[int]()
+
+        def copy(source: ShardedModelGroup, target: ShardedModelGroup) -> None:
+            for _ in range(times):
+                source.copy_to(target)
+            calls = [source.copy_to.remote(target) for _ in range(10)]
+            copied.extend(call.result().num_tensors for call in calls)
+
+        threads = [threading.Thread(target=copy, args=pair) for pair in ((left, right), others)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert len(copied) == 20
+        assert all(copied)
+        torch.testing.assert_close(left.state_dict(), right.state_dict(), rtol=0, atol=0)
 
 
 def test_a_copy_that_was_submitted_is_before_the_next_call_of_the_other_group(
-    standing: StandingCluster, checkpoint: Path
+    group: ShardedModelGroup, checkpoint: Path
 ) -> None:
     """`submit` returns when both groups hold the copy: what is asked of the target afterwards sees the new weights."""
-    with Driver(standing, checkpoint, ONE_AFTER_THE_OTHER) as driver:
-        told = driver.hear()
-        while "right" not in told:
-            told = driver.hear()
-        assert told == {"right": 50}
 
+    def add() -> None:
+        import torch
 
-ONE_AFTER_THE_OTHER = """
-def add(step):
-    from raysharding import current_worker
-    with torch.no_grad():
-        for parameter in current_worker().module.parameters():
-            parameter.add_(step)
+        from raysharding import current_worker
 
-def first():
-    from raysharding import current_worker
-    value = next(iter(current_worker().module.parameters()))
-    return float(value.to_local().flatten()[0]) if value.to_local().numel() else None
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.add_(1.0)
 
-source, target = make(), make()
-right = 0
-for _ in range(50):
-    source.call.remote(add, 1.0)
-    copy = source.copy_to.remote(target)
-    seen = target.call.remote(first)
-    right += seen.result() == source.call(first)
-    copy.result()
-source.shutdown()
-target.shutdown()
-tell(right=right)
-"""
+    with make_group(checkpoint) as target:
+        for _ in range(20):
+            group.call.remote(add)
+            copy = group.copy_to.remote(target)
+            seen = target.forward.remote(torch.ones(1, 8))
+            assert torch.equal(seen.result(), group.forward(torch.ones(1, 8)))
+            copy.result()
+    group.load(checkpoint)

@@ -104,20 +104,15 @@ def test_ray_waits_for_a_call_of_the_driver_or_in_steps(group: ShardedModelGroup
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_reference_outlives_its_group(checkpoint: Path) -> None:
+def test_a_reference_outlives_its_group_and_what_nobody_has_fetched_ends_in_an_error(checkpoint: Path) -> None:
     group = make_group(checkpoint, world_size=1)
-    ref = group.call.remote(torch.zeros, 100_000).ref()
-    ray.wait([ref], timeout=60)
+    kept = group.call.remote(torch.zeros, 100_000).ref()
+    ray.wait([kept], timeout=60)
+    (ref,) = group.call(torch.zeros, 100_000, out=Out.refs())
+    call = group.call.remote(torch.zeros, 100_000)
+    call.wait(60)
     assert ray.get(group.shutdown.remote().ref(), timeout=60) is None
-    assert [one.shape for one in ray.get(ref)] == [(100_000,)]
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_what_nobody_has_fetched_ends_with_the_group_in_an_error(checkpoint: Path) -> None:
-    with make_group(checkpoint, world_size=1) as group:
-        (ref,) = group.call(torch.zeros, 100_000, out=Out.refs())
-        call = group.call.remote(torch.zeros, 100_000)
-        call.wait(60)
+    assert [one.shape for one in ray.get(kept)] == [(100_000,)]
     until = now() + 30
     lost = False
     while not lost and now() < until:  # Ray notices the end of the owner a little later

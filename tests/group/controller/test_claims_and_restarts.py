@@ -24,7 +24,7 @@ from raysharding.group.launch.start_controller import start_controller
 from tests.clock import now
 from tests.group.conftest import make_group
 
-pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
 
 SMALL, LARGE = Split(torch.ones(4, 8)), Split(10 * torch.ones(4, 8))
 
@@ -37,11 +37,11 @@ def wrong(output: torch.Tensor) -> torch.Tensor:
     raise ValueError("no loss")
 
 
-@pytest.fixture
-def both(checkpoint: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
+@pytest.fixture(scope="module")
+def both(cluster: None, checkpoint: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
     with make_group(checkpoint, name="both") as first:
         first.set_optimizer(torch.optim.SGD, lr=0.0)  # so that a norm does not depend on the updates before
-        yield first, ShardedModelGroup.attach("both")
+        yield first, ShardedModelGroup.attach("both")  # tests leave it READY, with two ranks
 
 
 def add(group: ShardedModelGroup, rows: Split, loss: Callable[..., Any] = mean) -> Call:
@@ -142,27 +142,27 @@ def test_a_restart_by_another_driver_is_told_before_the_model_changes(
     assert second.call(int) == [0, 0]
 
 
-def test_calls_of_other_threads_leave_a_restart_alone(checkpoint: Path) -> None:
-    with make_group(checkpoint) as group:
-        kill(group)
-        said, is_over = set[str](), threading.Event()
+def test_calls_of_other_threads_leave_a_restart_alone(both: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
+    group, _ = both
+    kill(group)
+    said, is_over = set[str](), threading.Event()
 
-        def ask() -> None:
-            while not is_over.is_set():
-                try:
-                    group.forward(SMALL)
-                except GroupBrokenError as error:
-                    said.add(str(error).partition("\n")[0])
+    def ask() -> None:
+        while not is_over.is_set():
+            try:
+                group.forward(SMALL)
+            except GroupBrokenError as error:
+                said.add(str(error).partition("\n")[0])
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        try:
-            group.restart()
-        finally:
-            is_over.set()
-            thread.join(30)
-        assert any("is being restarted" in one for one in said)
-        assert group.forward(SMALL).shape == (4, 4)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        group.restart()
+    finally:
+        is_over.set()
+        thread.join(30)
+    assert any("is being restarted" in one for one in said)
+    assert group.forward(SMALL).shape == (4, 4)
 
 
 def test_ctrl_c_in_the_first_moment_of_a_restart_leaves_the_group_broken(

@@ -1,8 +1,9 @@
-"""After an error on some ranks later calls equal one process, or the group is BROKEN at once."""
+"""After an error on some ranks, or all, later calls equal one process, or the group is BROKEN at once."""
 
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,32 @@ def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(pair: Pair, fa
     pair.optim_step()
     pair.train_step()
     pair.save(tmp_path)
+
+
+@ON_TWO_RANKS
+@pytest.mark.parametrize("where", ["forward", "train_step", "loss", "backward"])
+def test_what_every_rank_raises_leaves_the_group_right(pair: Pair, where: str) -> None:
+    """And at once: in the forward of either call, in the loss, in the middle of the backward."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise LookupError("alone")
+
+    pair.train_step()  # the first one also runs without gradients, to find out what the loss does
+    if where != "loss":
+        pair.group.call(arm(), True, where == "backward")
+    options: dict[str, Any] = BATCH | ({"loss": fail} if where == "loss" else {})
+    run = pair.group.forward if where == "forward" else pair.group.train_step
+    with pytest.raises(GroupError, match="LookupError: alone") as caught:
+        run(**options)
+    error = caught.value
+    assert sorted(error.failures) == list(range(pair.group.world_size))
+    assert {failure.kind for failure in error.failures.values()} == {"raised"}
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert pair.group.state is GroupState.READY
+    pair.forward()
+    pair.train_step()
+    pair.train_step()
+    pair.forward()
 
 
 @ON_TWO_RANKS

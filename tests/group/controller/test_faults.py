@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from raysharding import (
     CallTimeoutError,
@@ -28,7 +27,7 @@ from raysharding import (
 )
 from raysharding.group import Call, GroupState
 from tests.clock import now
-from tests.faults.trap import plain_model, slow_reads
+from tests.faults.trap import slow_reads
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -98,20 +97,6 @@ def killed_in_a_call(checkpoint: Path) -> ShardedModelGroup:
         queued.result()
     assert_broken(group, error)
     return group
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_killed_while_idle(checkpoint: Path, number: int) -> None:
-    group = make_group(checkpoint, timeouts=QUICK)
-    os.kill(group.ranks[0].pid, number)
-    until = now() + 2.0
-    while group.state is not GroupState.BROKEN and now() < until:
-        time.sleep(0.01)
-    with pytest.raises(GroupBrokenError) as caught:
-        group.call(lambda: 1)
-    assert caught.value.primary is not None
-    assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (0, "died", "idle")
-    group.shutdown()
 
 
 def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> None:
@@ -193,35 +178,6 @@ def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     group.shutdown()
 
 
-def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
-    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
-    os.kill(group.ranks[1].pid, signal.SIGSTOP)
-    error = failure_of(group.call.remote(lambda: 1), within_s=1.5 + 2.0)
-    assert isinstance(error, CallTimeoutError)
-    assert error.primary is not None
-    assert (error.primary.rank, error.primary.kind) == (1, "hung")
-    assert "answers no questions; its process is stopped by a signal" in error.primary.message
-    assert sorted(error.failures) == [1]
-    group.shutdown()
-
-
-@pytest.mark.full
-def test_a_thread_that_holds_the_gil_is_shown(checkpoint: Path) -> None:
-    def hold(what: str) -> None:
-        import ctypes
-
-        if what == "hold":
-            ctypes.PyDLL(None).sleep(100)  # PyDLL keeps the GIL, so no other thread of the rank runs
-
-    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
-    error = failure_of(group.call.remote(hold, PerRank(["hold", "nothing"])), within_s=1.5 + 2.0)
-    assert error.primary is not None
-    assert (error.primary.rank, error.primary.kind) == (0, "hung")
-    assert "answers no questions; its process runs: a thread may hold the GIL" in error.primary.message
-    assert "in hold" in error.primary.traceback
-    group.shutdown()
-
-
 def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
     def build() -> torch.nn.Module:
         import os
@@ -238,13 +194,6 @@ def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
         make_group(checkpoint, model=build, timeouts=QUICK)
     assert caught.value.primary is not None
     assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "build")
-
-
-@pytest.fixture
-def many_buckets(tmp_path: Path) -> Path:
-    """A checkpoint of several small buckets for the model of `slow_reads`."""
-    save_file(plain_model().state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
 
 
 SMALL_BUCKETS = Loading("scatter", bucket_bytes=4096)

@@ -168,9 +168,10 @@ from raysharding import Placement
 from raysharding.group.cluster import choose_ranks, cluster_cpus, cluster_gpus
 from raysharding.group.controller.start import reserve_for, start_ranks
 from ray.util.placement_group import placement_group
+from tests.forking import runtime_env
 from tests.group.controller.test_start import plan_of
 
-ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False)
+ray.init("local", num_cpus=8, num_gpus=2, include_dashboard=False, runtime_env=runtime_env())
 
 def started(gpus_per_rank, world_size, given=None):
     placement = Placement(gpus_per_rank=gpus_per_rank, cpus_per_rank=0.1, placement_group=given)
@@ -203,6 +204,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.usefixtures("worker_python")
 def test_ranks_get_the_device_that_ray_gave_them() -> None:
     """Not that of their number on the node; the node's GPUs are seen once each, in order."""
     done = subprocess.run([sys.executable, "-c", SHARED], cwd=ROOT, capture_output=True, text=True, timeout=100)

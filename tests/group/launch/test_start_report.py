@@ -48,13 +48,11 @@ def test_the_model_is_imported_beside_other_work(tmp_path: Path) -> None:
 import sys
 from dataclasses import replace
 from raysharding.checkpoint import open_checkpoint
-from raysharding.group.rank.model_import import ModelImport
+from raysharding.group.rank.commands import import_code
 opened = open_checkpoint(sys.argv[1])
-ModelImport(None, replace(opened, config={"architectures": ["NoModel"], "model_type": "llama"}).to_json()).join()
+import_code(None, replace(opened, config={"architectures": ["NoModel"], "model_type": "llama"}).to_json())
 assert "transformers.models.llama.modeling_llama" not in sys.modules
-imported = ModelImport(None, replace(opened, files=(), tensors={}).to_json())
-imported.join()
-assert imported.seconds > 0
+assert import_code(None, replace(opened, files=(), tensors={}).to_json()) > 0
 assert "transformers.models.llama.modeling_llama" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=120)

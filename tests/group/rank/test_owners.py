@@ -89,15 +89,21 @@ def test_what_ray_refuses_is_the_same_error_as_of_a_group_without_a_name(cluster
         make_group(checkpoint, name="llama", placement=Placement(labels={"a b": "x"}))
 
 
-@pytest.mark.parametrize("how", ["ray.kill", "with its ranks"])
+@pytest.mark.parametrize(
+    "how", ["with its ranks", *(pytest.param(one, marks=pytest.mark.full) for one in ("ray.kill", "with its owner"))]
+)
 def test_an_actor_that_owns_a_group(owner: Any, checkpoint: Path, wait_free: Callable[[float], None], how: str) -> None:
-    pids = ray.get(owner.make.remote(str(checkpoint), {"model": make_mlp()}))
-    since = now()
-    if how == "ray.kill":
-        ray.kill(owner)
+    options = {"model": make_mlp()}
+    if how == "with its owner":
+        pids = ray.get(owner.own.remote(owner_class(), str(checkpoint), options))
     else:
+        pids = ray.get(owner.make.remote(str(checkpoint), options))
+    since = now()
+    if how == "with its ranks":
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+    else:
+        ray.kill(owner)
     wait_free(since)
 
 
@@ -112,14 +118,6 @@ def test_the_controller_that_ray_starts_anew_ends_where_the_owner_is_gone(
     for pid in (pids[0], *killed):
         os.kill(pid, signal.SIGKILL)
     new_controller(others | killed)
-    wait_free(since)
-
-
-@pytest.mark.full
-def test_an_actor_whose_owner_dies(owner: Any, checkpoint: Path, wait_free: Callable[[float], None]) -> None:
-    ray.get(owner.own.remote(owner_class(), str(checkpoint), {"model": make_mlp()}))
-    since = now()
-    ray.kill(owner)
     wait_free(since)
 
 
