@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from raysharding.data import (
 )
 from raysharding.errors import DataError, GroupError
 from raysharding.group.calls import Call, Client
+from raysharding.group.launch import RunningGroup
 from raysharding.group.rank import DatasetBlocks
 
 _PIN_S = 30.0
@@ -80,6 +81,13 @@ def pinned_for(datasets: Sequence[DatasetHandle], client: Client) -> Iterator[No
     yield
     if silent is not None:
         raise silent
+
+
+def group_dataset(running: RunningGroup, data: Any, options: Mapping[str, Any]) -> DatasetHandle:
+    """Make a source of `data` for a group's ranks, by the arguments of `fit`, `evaluate` or `predict`."""
+    # A collate function may transform a column; without one, a column is the model argument of the same name.
+    whole = running.loaded.bounds.num_ids if options["collate_fn"] is None else ()
+    return dataset_handle(data, options["columns"], running.client.timeouts.load_stall_s, whole)
 
 
 def dataset_handle(

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.data import Position
-from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Client, collect_all
+from raysharding.distributed.training import DataPlan, EvaluationPlan
+from raysharding.group.calls import Call, Client, collect_all
 from raysharding.group.cluster import tell
-from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
+from raysharding.group.launch import RunningGroup
 
 
 def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
@@ -75,36 +76,37 @@ class EvalOptions:
                 raise ValueError(f"{option}={metric!r} is no metric of the evaluation, which has {', '.join(known)}")
 
 
-def eval_options(
-    data: DatasetHandle | None,
-    train: DataPlan,
-    loss: LossFunction | None,
-    every: int | None,
-    metrics: Mapping[str, Metric] | None,
-    keep_best: str | None,
-    stop: EarlyStop | None,
-) -> EvalOptions | None:
-    """Make the options of evaluations that read their data as the run does.
+def eval_options(data: DatasetHandle | None, train: DataPlan, options: Mapping[str, Any]) -> EvalOptions | None:
+    """Make the options of evaluations that read their data as the run does; `None` without data.
 
     Args:
-        data: The data to evaluate; `None`: there is no evaluation.
+        data: The data to evaluate.
         train: The run's own data.
-        loss: See `EvaluationPlan`.
-        every: See `EvalOptions`.
-        metrics: See `EvaluationPlan`.
-        keep_best: See `EvalOptions`.
-        stop: See `EvalOptions`.
+        options: The arguments of `fit`.
 
     Raises:
         ValueError: An option is invalid, or given without data.
     """
     if data is None:
-        for name, value in (("eval_every", every), ("metrics", metrics), ("keep_best", keep_best), ("stop", stop)):
-            if value is not None:
-                raise ValueError(f"{name}={value!r}, but nothing is evaluated: give eval_data=")
+        for name in ("eval_every", "metrics", "keep_best", "stop"):
+            if options[name] is not None:
+                raise ValueError(f"{name}={options[name]!r}, but nothing is evaluated: give eval_data=")
         return None
     plan = replace(train, source=data.source, epochs=1, max_steps=None, shuffle=False)
-    return EvalOptions(data, EvaluationPlan(plan, loss, metrics=dict(metrics or {})), every, keep_best, stop)
+    evaluation = EvaluationPlan(plan, options["loss"], metrics=dict(options["metrics"] or {}))
+    return EvalOptions(data, evaluation, options["eval_every"], options["keep_best"], options["stop"])
+
+
+def submit_evaluate(running: RunningGroup, options: Mapping[str, Any]) -> Call:
+    """Submit an evaluation, by the arguments of `ShardedModelGroup.evaluate`."""
+    client, dataset = running.client, group_dataset(running, options["data"], options)
+    stall_s = client.timeouts.load_stall_s
+    data_plan = DataPlan(source=dataset.source, stall_s=stall_s, **for_fields(DataPlan, options))
+    plan = EvaluationPlan(data_plan, options["loss"], options["with_loss"], dict(options["metrics"] or {}))
+    dataset.pin(client)
+    call = client.submit_same("evaluate", plan, takes_steps=True)
+    call.when_done(lambda _: dataset.unpin(client))
+    return call
 
 
 class Evaluations:

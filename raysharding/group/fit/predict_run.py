@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from raysharding.arguments import check_names, for_fields
 from raysharding.batch import Out, deal
 from raysharding.data import cast_table, join_tables, schema_from_text, unify_schemas
 from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
-from raysharding.group.calls import Client, ProgressBar, collect_all, collect_returns, progress_bar
+from raysharding.group.calls import Client, ProgressBar, collect_all, collect_returns, output_path, progress_bar
 from raysharding.group.cluster import tell
-from raysharding.group.fit.datasets import DatasetHandle, pinned_for
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for, refuse_iterable
 from raysharding.group.fit.evaluations import tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
-from raysharding.group.launch import RestartReport
+from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
 from raysharding.worker import PredictStart, PredictSteps
 
@@ -56,6 +58,38 @@ class PredictReport:
         restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
         rate = f"{self.seconds:.1f} s, {self.rows_per_s:,.1f} rows/s{restarts}"
         return f"{self.num_rows:,} rows{found} in {self.num_files:,} files in {self.output}: {rate}"
+
+
+def run_predict(
+    running: RunningGroup, lock: FitLock, options: Mapping[str, Any], restart: Callable[[], RestartReport]
+) -> Any:
+    """Compute columns, by the arguments of `ShardedModelGroup.predict`.
+
+    Args:
+        running: The group.
+        lock: Held while the run lasts.
+        options: The arguments.
+        restart: Restarts the group.
+    """
+    client, keys, columns, output = running.client, options["keys"], options["columns"], options["output"]
+    if options["sort_by"] not in (None, "length"):
+        raise ValueError(f"sort_by={options['sort_by']!r}: give 'length', or omit it")
+    check_names("keys", keys)
+    check_names("columns", columns)
+    with lock.running(client, "predict"):
+        read = None if columns is None else list(dict.fromkeys((*columns, *keys)))
+        dataset = group_dataset(running, options["data"], {**options, "columns": read})
+        refuse_iterable(dataset.source)
+        given = {**options, "keys": tuple(keys), "output": None if output is None else output_path("output", output)}
+        plan = PredictPlan(
+            source=dataset.source,
+            by_length=options["sort_by"] is not None,
+            stall_s=client.timeouts.load_stall_s,
+            run=secrets.token_hex(8),
+            **for_fields(PredictPlan, given),
+        )
+        limit = running.spec.max_restarts
+        return PredictRun(client, limit, plan, dataset, options["progress"], lock, restart).run()
 
 
 @dataclass

@@ -8,6 +8,7 @@ says `every`.
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,27 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
-from raysharding.distributed.training import FitPlan, StepMetrics
+from raysharding.distributed.training import DataPlan, FitPlan, StepMetrics, check_max_grad_norm
 from raysharding.errors import CheckpointError, GroupError
-from raysharding.group.calls import (
-    Call,
-    Client,
-    ProgressBar,
-    collect_all,
-    progress_bar,
-)
+from raysharding.group.calls import Call, Client, ProgressBar, collect_all, output_path, progress_bar
 from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
-from raysharding.group.fit.datasets import DatasetHandle, pinned_for
-from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to, tell_dropped
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for
+from raysharding.group.fit.evaluations import EvalOptions, Evaluations, eval_options, steps_to, tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
 from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
-from raysharding.group.launch import RestartReport
+from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
 from raysharding.worker import FitStart, FitSteps
 
@@ -104,6 +99,38 @@ class FitOptions:
     def callback_intervals(self) -> list[int]:
         """The `every` of the callbacks that have one."""
         return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
+
+
+def run_fit(running: RunningGroup, lock: FitLock, options: Mapping[str, Any], **files: Any) -> FitReport:
+    """Train, by the arguments of `ShardedModelGroup.fit`.
+
+    Args:
+        running: The group.
+        lock: Held while the run lasts.
+        options: The arguments.
+        **files: `save`, `restart` and `load` of the group.
+    """
+    client, eval_data, save_to = running.client, options["eval_data"], options["save_to"]
+    check_max_grad_norm(options["max_grad_norm"])
+    with lock.running(client):
+        dataset = group_dataset(running, options["data"], options)
+        data_plan = DataPlan(
+            source=dataset.source,
+            stall_s=client.timeouts.load_stall_s,
+            run=secrets.token_hex(8),
+            **for_fields(DataPlan, options),
+        )
+        held_out = None if eval_data is None else group_dataset(running, eval_data, options)
+        evaluation = eval_options(held_out, data_plan, options)
+        given = {
+            **options,
+            "data": data_plan,
+            "evaluation": None if evaluation is None else evaluation.plan,
+            "save_to": None if save_to is None else output_path("save_to", save_to),
+        }
+        plan = FitPlan(**for_fields(FitPlan, given))
+        fit_options = FitOptions(**for_fields(FitOptions, {**given, "evaluation": evaluation}))
+        return FitRun(client, running.spec.max_restarts, plan, dataset, fit_options, lock, **files).run()
 
 
 @dataclass

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,13 +84,11 @@ class RunningGroup:
         return spec
 
 
-def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
-    """Make a group; see `ShardedModelGroup.from_checkpoint`.
-
-    Args:
-        spec: The group's spec.
-        replaces: True to shut down the group that has the name.
-    """
+def launch(options: Mapping[str, Any]) -> RunningGroup:
+    """Make a group from the arguments of `ShardedModelGroup.from_checkpoint`."""
+    if options["replace"] and options["name"] is None:
+        raise ValueError("replace=True without name=: give the name of the group to replace, such as name='llama'")
+    spec = GroupSpec.of(options)
     # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
     with UndoOnInterrupt():
         clock = StartClock()
@@ -102,7 +100,7 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         clock.end("checkpoint" if not is_checked else "checkpoint, model checked")
         connect()
         clock.end("cluster")
-        controller = start_controller(spec, replace=replaces)
+        controller = start_controller(spec, replace=options["replace"])
         client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
         try:
             attaching = client.connection.begin_attach(makes=True)

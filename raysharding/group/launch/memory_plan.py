@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from raysharding.config import Timeouts
 from raysharding.distributed.footprint import (
     Footprint,
     footprints,
@@ -147,9 +148,10 @@ _ANSWER_S = 15.0
 """Longest wait, in seconds, for the facts of the nodes; a worker process may have to start on a node first."""
 
 
-def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
-    """Plan a group; see `ShardedModelGroup.plan`."""
-    spec = replace(spec, timeouts=replace(spec.timeouts, start_s=_ANSWER_S))
+def plan_group(options: Mapping[str, Any]) -> GroupPlan:
+    """Plan a group from the arguments of `ShardedModelGroup.plan`."""
+    nodes: Sequence[NodeCapacity] | None = options["nodes"]
+    spec = replace(GroupSpec.of(options), timeouts=Timeouts(start_s=_ANSWER_S))
     spec, opened, has_cluster = open_spec(spec, alone=nodes is not None)
     base, adapters = opened.base, opened.adapters
     if nodes is None:

@@ -17,7 +17,7 @@ import ray
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
 from raysharding.checkpoint.storage import HubAccess, HubPath, access_to, is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
@@ -112,6 +112,17 @@ class GroupSpec:
 
     token: str = field(default_factory=lambda: secrets.token_hex(3))
     """Tells groups without a name apart; a restart keeps it."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the spec of the arguments of `from_checkpoint` or `plan`."""
+        fields = {name: value for name, value in for_fields(cls, options).items() if value is not None}
+        fields["checkpoint"] = os.fspath(options["checkpoint"])
+        if options["base"] is not None:
+            fields["base"] = os.fspath(options["base"])
+        if options["peft_config"] is not None:
+            fields["model"] = Adapted.of(options["model"], options["peft_config"])
+        return cls(**fields)
 
     @property
     def title(self) -> str:
