@@ -68,10 +68,8 @@ class EvalOptions:
         if self.every is not None:
             check_int("eval_every", self.every)
         known = ["loss", *self.plan.metrics]
-        for option, metric in (
-            ("keep_best", self.keep_best),
-            ("stop", None if self.stop is None else self.stop.metric),
-        ):
+        stop = None if self.stop is None else self.stop.metric
+        for option, metric in (("keep_best", self.keep_best), ("stop", stop)):
             if metric is not None and direction(metric)[0].removeprefix("eval_") not in known:
                 raise ValueError(f"{option}={metric!r} is no metric of the evaluation, which has {', '.join(known)}")
 
@@ -164,12 +162,11 @@ class Evaluations:
         assert self._options is not None, "is_due comes first"
         values = self._client.submit_same("evaluate", None, takes_steps=True).result()  # `None`: that of the `FitPlan`
         metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
-        noted: dict[str, Any] = {
-            "step": place.num_steps,
-            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
-        }
-        if self._is_best(noted["metrics"]):
-            noted |= {"best": self._best_by[0], "path": path}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        noted: dict[str, Any] = {"step": place.num_steps, "metrics": finite}
+        (name, sign), best = self._best_by, self.best
+        if name in finite and (best is None or sign * finite[name] > sign * best.value):
+            noted |= {"best": name, "path": path}
         replies = self._client.submit_same("note_evaluation", noted, collect=collect_all).result()
         tell_dropped(replies, "eval_data", self._told)
         self._of_run.append(noted)
@@ -186,10 +183,6 @@ class Evaluations:
         name = self._best_by[0]
         found = next((one for one in reversed(self._of_run) if one.get("best") == name), None)
         return None if found is None else BestSave(found["path"], found["step"], found["metrics"][name])
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        (name, sign), best = self._best_by, self.best
-        return name in metrics and (best is None or sign * metrics[name] > sign * best.value)
 
     def is_best(self, path: str) -> bool:
         """Return True if the save at a path is that of the best evaluation so far, which is kept."""

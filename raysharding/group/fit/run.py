@@ -72,23 +72,23 @@ class FitOptions:
             ValueError: `save_every`, `keep_last` or a callback's `every` is not a positive int; `resume` is unknown; an
                 option of saves is given without `save_to`; `save_on_signal` outside the main thread.
         """
-        best = None if self.evaluation is None else self.evaluation.keep_best
-        if best is not None and self.save_to is None:
-            raise ValueError(f"keep_best={best!r}, but nothing is saved: give a directory, save_to=")
         for every in self.callback_intervals:
             check_int("a callback has every", every)
         for name in ("save_every", "keep_last"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            check_int(name, value)
-            if self.save_to is None:
-                raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
+            if (value := getattr(self, name)) is not None:
+                check_int(name, value)
         if self.resume not in (True, False, "latest"):
             raise ValueError(f"resume={self.resume!r}: give True, False or 'latest'")
-        for name, is_given in (("resume='latest'", self.resume == "latest"), ("save_on_signal", self.save_on_signal)):
-            if is_given and self.save_to is None:
-                raise ValueError(f"{name} needs the directory of the run's saves: give save_to=")
+        of_saves = {
+            "keep_best": None if self.evaluation is None else self.evaluation.keep_best,
+            "save_every": self.save_every,
+            "keep_last": self.keep_last,
+            "resume": "latest" if self.resume == "latest" else None,
+            "save_on_signal": self.save_on_signal or None,
+        }
+        for name, value in of_saves.items():
+            if value is not None and self.save_to is None:
+                raise ValueError(f"{name}={value!r}, but nothing is saved: give a directory, save_to=")
         if self.save_on_signal and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "save_on_signal=True outside the main thread, where Python handles no signals: call fit in the main "
@@ -217,7 +217,7 @@ class FitRun:
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self.client.connection.snapshot.saves if path in self._paths]
+        committed = [None, *(path for path in self.client.connection.snapshot.saves if path in self._paths)]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -228,7 +228,7 @@ class FitRun:
             wait_s=self._wait_s,
             save_s=self._save_s,
             num_restarts=self._restarts.number,
-            saved=committed[-1] if committed else None,
+            saved=committed[-1],
             skipped=tuple(self._skipped),
             evaluations=self._evaluations.done,
             best=self._evaluations.best,
@@ -406,8 +406,7 @@ class FitRun:
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        every_so_often = *self.options.callback_intervals, self.options.save_every
-        intervals = [every for every in every_so_often if every is not None]
+        intervals = [every for every in (*self.options.callback_intervals, self.options.save_every) if every]
         ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
         return min([number, *(end for end in ends if end is not None)])
 

@@ -257,15 +257,15 @@ def _short(node: NodePlan, per_gpu: int) -> list[str]:
 
 def _notes(spec: GroupSpec, ranks: Sequence[RankPlan], nodes: Sequence[NodePlan], device_type: str) -> list[str]:
     left_out = "activations, the batch and its outputs, and a background save's copies of the shards"
-    notes = [f"{left_out} are left out: they depend on what you run"]
+    context = ", a device context" * (device_type != "cpu")
+    notes = [
+        f"{left_out} are left out: they depend on what you run",
+        f"estimates: the process of each rank, gathered parameters{context}",
+    ]
     if spec.optimizer is None:
         notes.append("no optimizer: forward only; give optimizer= to count gradients and optimizer state")
     elif any(one.footprint.optimizer_bytes is None for one in ranks):
-        what = f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values"
-        notes.append(what)
-    notes.append(
-        "estimates: the process of each rank, gathered parameters" + ", a device context" * (device_type != "cpu")
-    )
+        notes.append(f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values")
     if spec.loading.mmap:
         notes.append("mmap=True: parameters are pages of the files until they are written, and may take less")
     for node in nodes:

@@ -28,6 +28,12 @@ from raysharding.group.messages import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
 
 
+def is_by_config(model: Any) -> bool:
+    """Return True if config.json says how the model is built, and not the user's own code."""
+    source = model.model if isinstance(model, Adapted) else model
+    return source is None or isinstance(source, str)
+
+
 def check_model(model: Any) -> None:
     """Check the `model` argument of `from_checkpoint`, without calling a callable.
 
@@ -44,7 +50,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, Adapted):
         check_model(model.model)
         return
-    if model is not None and not isinstance(model, str) and not callable(model):
+    if not is_by_config(model) and not callable(model):
         raise ValueError(f"model={model!r}: give None, the name of a transformers auto class, or a callable")
     pack(model, "model")
 
@@ -169,12 +175,9 @@ class GroupSpec:
     def _check_random(self) -> None:
         if type(self.random_weights) is not bool:
             raise ValueError(f"random_weights={self.random_weights!r}: give True or False")
-        if self.config_overrides is None:
-            return
-        if not isinstance(self.config_overrides, Mapping):
+        if not isinstance(self.config_overrides, Mapping | None):
             raise ValueError(f"config_overrides={self.config_overrides!r}: give a mapping, {{'num_hidden_layers': 2}}")
-        source = self.model.model if isinstance(self.model, Adapted) else self.model
-        if source is not None and not isinstance(source, str):
+        if self.config_overrides is not None and not is_by_config(self.model):
             raise ValueError("config_overrides with a callable model, which does not read config.json: leave one out")
 
     def located(self) -> Self:
@@ -368,8 +371,7 @@ def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
         PlanError: There is no such model, or it does not fit the checkpoint; the error lists every mismatch.
     """
     model, adapters = opened.model, opened.adapters
-    source = model.model if isinstance(model, Adapted) else model
-    if source is not None and not isinstance(source, str):
+    if not is_by_config(model):
         return
     try:
         module = fitted_module(model, opened.base, loading)
