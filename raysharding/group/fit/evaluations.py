@@ -18,11 +18,11 @@ from raysharding.group.fit.report import BestSave
 from raysharding.group.launch import RunningGroup
 
 
-def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
-    """Say once which columns of the data the ranks drop in a `fit` or `predict`; `told` keeps the sources of which."""
+def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, announced: set[str], what: str = "fit") -> None:
+    """Say once which columns of the data the ranks drop in a `fit` or `predict`; `announced` keeps the sources."""
     names = sorted({name for dropped in by_rank for name in dropped})
-    if names and source not in told:
-        told.add(source)
+    if names and source not in announced:
+        announced.add(source)
         tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate_fn= gets all columns)")
 
 
@@ -122,7 +122,7 @@ class Evaluations:
         self._of_run: list[Mapping[str, Any]] = []
         self.done: dict[int, dict[str, float]] = {}
         """Step → metrics, of the evaluations in this `fit`."""
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def begin(self, place: Position) -> None:
         """Continue at a position, whose evaluations count."""
@@ -168,7 +168,7 @@ class Evaluations:
         if name in finite and (best is None or sign * finite[name] > sign * best.value):
             noted |= {"best": name, "path": path}
         replies = self._client.submit_same("note_evaluation", noted, collect=collect_all).result()
-        tell_dropped(replies, "eval_data", self._told)
+        tell_dropped(replies, "eval_data", self._announced)
         self._of_run.append(noted)
         self.done[place.num_steps] = metrics
         return metrics

@@ -122,7 +122,7 @@ class PredictRun:
         self._num_bytes = 0
         self._schema: Any = None
         """The types that hold the values of all tables."""
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def run(self) -> Any:
         """Run all forwards; see `ShardedModelGroup.predict`."""
@@ -175,7 +175,7 @@ class PredictRun:
             replies: list[PredictSteps] = self.client.submit_same("predict_steps", number, collect=collect_all).result()
             self._step_s = (time.monotonic() - begun) / max(1, replies[0].num_steps)
             self._take(replies)
-            tell_dropped((reply.dropped for reply in replies), "the data", self._told, "predict")
+            tell_dropped((reply.dropped for reply in replies), "the data", self._announced, "predict")
             num_rows = sum(reply.num_rows for reply in replies)
             self._num_done += num_rows
             bar.update(num_rows)

@@ -389,13 +389,13 @@ class FitRun:
             ).result()
             seconds = time.monotonic() - begun
             is_over, self._place = replies[0].is_over, replies[0].position
-            told = self._note(replies, seconds) if replies[0].steps else []
-            is_over = self._after_steps(told, bar, is_over=is_over)
+            steps = self._note(replies, seconds) if replies[0].steps else []
+            is_over = self._after_steps(steps, bar, is_over=is_over)
         self.client.pending.wait(self.plan.data.stall_s)
 
-    def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
+    def _after_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
-        self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
+        self._tell_steps(steps, bar, is_end=is_over or self._place.num_steps == self._total)
         is_interrupted = self._interrupts.came
         is_over = is_over or self._evaluations.stopped is not None or self._stop.came
         is_end = is_over or (is_interrupted and self.options.save_on_signal)
@@ -421,7 +421,7 @@ class FitRun:
         self._gauges.set("wait_s", self._wait_s)
         self._gauges.set("save_s", self._save_s)
         tell_dropped((reply.dropped for reply in replies), "the data", self._warned)
-        told = []
+        noted = []
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
@@ -429,8 +429,8 @@ class FitRun:
             rates = rows / seconds, tokens / seconds
             self._warn_of(number, ranks[0])
             is_skipped = bool(ranks[0].skipped)
-            told.append(FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped))
-        return told
+            noted.append(FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped))
+        return noted
 
     def _tell_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_end: bool) -> None:
         """Evaluate if that is due, and report steps to the bar and the callbacks.
@@ -491,8 +491,8 @@ class FitRun:
         begun = time.monotonic()
         options, number, path = self.options, self._place.num_steps, self._save_path
         # Where the loss or the gradient is NaN, the weights may be, too: good saves are not removed for them.
-        told = {} if self._last is None else self._last.metrics
-        is_finite = all(math.isfinite(told.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        metrics = {} if self._last is None else self._last.metrics
+        is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         keep_last = options.keep_last if is_finite else None
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
         self.save(path, overwrite=True, keep_last=keep_last, async_save=in_background)
