@@ -366,3 +366,43 @@ def test_ctrl_c_in_a_fit_collects_what_ran(standing: StandingCluster, checkpoint
         said = driver.process.stderr.read()
     assert said.count("raysharding: Ctrl-C: fit ends after the steps in progress; once more stops the ranks") == 3
     assert f"fit: Ctrl-C ended the run after step {last}, saved in {saves}/step-{last}; resume=True continues" in said
+
+
+SAVES = """
+import time
+if ahead := float(sys.argv[4]):
+    clock, time.time = time.time, lambda: clock() + ahead  # of this program, as of a machine whose clock is wrong
+group = make(name="llama") if sys.argv[5] == "makes" else ShardedModelGroup.attach("llama")
+group.set_optimizer(torch.optim.SGD, lr=0.1)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+group.save(sys.argv[3])
+tell(saved=True)
+"""
+
+RESTARTS = """
+import signal
+group = ShardedModelGroup.attach("llama")
+before = group.state_dict()
+os.kill(group.ranks[1].pid, signal.SIGKILL)
+try:
+    group.call(time.sleep, 60)
+except GroupError:
+    report = group.restart()
+after = group.state_dict()
+same = all(torch.equal(after[name], before[name]) for name in before)
+group.shutdown()
+tell(checkpoint=report.checkpoint, same=same)
+"""
+
+
+def test_a_driver_whose_clock_is_ahead_does_not_hide_the_saves_of_the_next(
+    standing: StandingCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    saves = [str(tmp_path / f"step-{number}") for number in (1, 2)]
+    for path, ahead, how in zip(saves, ("3600", "0"), ("makes", "attaches"), strict=True):
+        with Driver(standing, checkpoint, SAVES, path, ahead, how) as driver:
+            while "saved" not in driver.hear():
+                pass
+            assert driver.process.wait(60) == 0
+    with Driver(standing, checkpoint, RESTARTS) as driver:
+        assert driver.hear() == {"checkpoint": saves[1], "same": True}

@@ -14,17 +14,9 @@ from safetensors.torch import load_file, save_file
 from raysharding import CheckpointError, GroupError, PlanError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.group.conftest import make_group
+from tests.group.test_group import mean_square
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def mean_square() -> Callable[..., torch.Tensor]:
-    """A loss that pickles by value."""
-
-    def loss(output: torch.Tensor, *_: Any) -> torch.Tensor:
-        return output.square().mean()
-
-    return loss
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from examples.feed_engine import main
 from raysharding import GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
-from tests.conftest import make_group
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
 

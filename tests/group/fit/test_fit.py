@@ -77,10 +77,17 @@ def fit(group: ShardedModelGroup, data: Any, **options: Any) -> Any:
     return group.fit(data, **{**dataset_handle, **options})
 
 
-def alone(group_weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int) -> list[float]:
+def alone(weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int) -> list[float]:
     """Losses of one process on the same rows in order."""
+    return trained_alone(weights, rows, epochs)[1]
+
+
+def trained_alone(
+    weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int
+) -> tuple[nn.Module, list[float]]:
+    """Return one process's module and its losses after epochs of the same rows in order."""
     module = make_mlp()()
-    module.load_state_dict(group_weights)
+    module.load_state_dict(weights)
     optimizer = ADAMW(module.parameters())
     losses = []
     for _ in range(epochs):
@@ -91,7 +98,7 @@ def alone(group_weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], ep
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return losses
+    return module, losses
 
 
 @pytest.fixture

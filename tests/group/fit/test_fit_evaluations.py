@@ -28,11 +28,10 @@ from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME, new_to
 from raysharding.group import GroupState
 from raysharding.group.fit.evaluations import Evaluations
 from raysharding.group.fit.run import FitRun
-from tests.conftest import make_group, make_mlp
+from tests.conftest import make_group
 from tests.group.fit.test_fit import (
     ADAMW,
     BATCH,
-    NUM_ROWS,
     collate,
     few_steps_a_call,
     fit,
@@ -42,6 +41,7 @@ from tests.group.fit.test_fit import (
     regression,
     rows,
     trained,
+    trained_alone,
     written,
 )
 from tests.group.fit.test_fit_restarts import Killer, noisy_collate, slow_writes
@@ -90,17 +90,10 @@ def position_in(save: Path) -> dict[str, Any]:
 
 def test_values_are_those_of_one_process(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
     """At the end of each epoch, of one process with the same steps; given to callbacks as to the report."""
-    module = make_mlp()()
-    module.load_state_dict(fresh.state_dict())
-    optimizer = ADAMW(module.parameters())
     held_out = collate()(rows[:HELD_OUT])
     expected = {}
     for epoch in (1, 2):
-        for start in range(0, NUM_ROWS, BATCH):
-            batch = collate()(rows[start : start + BATCH])
-            optimizer.zero_grad()
-            regression()(module(batch["input"]), target=batch["target"]).backward()
-            optimizer.step()
+        module, _ = trained_alone(fresh.state_dict(), rows, epoch)
         with torch.no_grad():
             output = module(held_out["input"])
         share = float(near()(output, held_out["target"])[0]) / HELD_OUT

@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -235,3 +236,45 @@ def test_a_group_that_is_shut_down_while_it_restarts_stays_shut(checkpoint: Path
     with contextlib.suppress(GroupError):  # unless it was done before
         restarting.result(timeout_s=60.0)
     assert group.state is GroupState.CLOSED
+
+
+class Held:
+    """`False` on the ranks. Pickling it on the driver waits, for a while, until it may go."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> Any:
+        self.is_there.set()
+        self.may_go.wait(3.0)  # a driver that lets no thread pass the other while it submits is right, too
+        return bool, (False,)
+
+
+def test_a_load_that_overtakes_a_save_on_the_driver_is_the_older_one(checkpoint: Path, tmp_path: Path) -> None:
+    """One thread has begun to submit a save when another one loads: the ranks' order counts, not the driver's."""
+    other, save = tmp_path / "other", tmp_path / "save"
+    ended: list[str] = []
+    held: Any = Held()
+    with make_group(checkpoint, timeouts=Timeouts(drain_s=1.0), optimizer=torch.optim.SGD) as group:
+        group.save(other)
+        saving = threading.Thread(target=lambda: note(group.save.remote(save, overwrite=held), ended))
+        saving.start()
+        assert held.is_there.wait(10.0)
+        note(group.load.remote(other), ended)
+        group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+        held.may_go.set()
+        saving.join(10.0)
+        until = now() + 10.0
+        while len(ended) < 2:
+            assert now() < until
+            time.sleep(0.01)
+        newest = {"save": save, "load": other}[ended[-1]]
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 1 died"):
+            group.call(int)
+        assert group.restart().checkpoint == str(newest)
+
+
+def note(call: Any, ended: list[str]) -> None:
+    """Keep the name of a call when all ranks have run it."""
+    call.when_done(lambda done: ended.append(done.name))
