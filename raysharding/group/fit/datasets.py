@@ -93,7 +93,7 @@ def group_dataset(running: RunningGroup, data: Any, options: Mapping[str, Any]) 
 def dataset_handle(
     data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Collection[str] = ()
 ) -> DatasetHandle:
-    """Make a source of `data`; see `ShardedModelGroup.fit`.
+    """Make a source of the data that a user gives to `fit`, `evaluate` or `predict`.
 
     Args:
         data: The user's data.

@@ -105,7 +105,7 @@ class PredictRun:
     data: DatasetHandle
     """The data that the ranks read."""
     progress: bool | None
-    """See `progress_bar`."""
+    """True to show a bar; `None`: in a terminal or notebook, and lines elsewhere."""
     lock: FitLock
     """Reports whether the run is to end early."""
     restart: Callable[[], RestartReport]
@@ -125,7 +125,7 @@ class PredictRun:
         self._announced: set[str] = set()
 
     def run(self) -> Any:
-        """Run all forwards; see `ShardedModelGroup.predict`."""
+        """Run all forwards, and return what `ShardedModelGroup.predict` returns."""
         try:
             start = self._begin()
             if self.max_restarts and not start.in_files:

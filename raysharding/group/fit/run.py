@@ -183,7 +183,7 @@ class FitRun:
         self._last: FitStep | None = None
 
     def run(self) -> FitReport:
-        """Run all steps; see `ShardedModelGroup.fit`."""
+        """Run all steps, and return the report."""
         with self._stop:
             report = self._run()
         if self._stop.came:

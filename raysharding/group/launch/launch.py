@@ -119,7 +119,7 @@ def launch(options: Mapping[str, Any]) -> RunningGroup:
 
 
 def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
-    """Join a named group; see `ShardedModelGroup.attach`."""
+    """Join the drivers of a named group."""
     if name is None:
         raise ValueError("name=None: give the name of a group")
     check_name(name)
@@ -207,9 +207,9 @@ def start_plan(
         spec: The group's spec.
         device_type: Type of the ranks' devices.
         world_size: Number of ranks.
-        paths: See `StartPlan`.
-        node_ids: See `StartPlan`.
-        imports: See `StartPlan`.
+        paths: Files of the checkpoint; rank 0 runs on a node that sees them.
+        node_ids: Nodes that get one rank without resources each, instead of a placement group.
+        imports: Arguments of the ranks' `ModelImport`; `None` for a model of the user's own code.
     """
     access, need = spec.hub_access(), rank_need(device_type, spec.placement)
     return StartPlan(

@@ -220,7 +220,7 @@ class Preflight:
         self.findings: list[Finding] = []
         """Findings of these checks, and of others."""
         self.ports: list[str] = []
-        """See `PreflightReport`."""
+        """Who listened where, in words."""
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
         self._nodes: dict[str, NodeFacts] = {}
         self._link: LinkTimes | None = None

@@ -100,7 +100,7 @@ class GroupSpec:
     max_output_bytes: int = 2 << 30
     """Cap on the bytes that one rank sends back for one call."""
     progress: ProgressOption = None
-    """See `from_checkpoint`."""
+    """True to show a bar; `None`: in a terminal or notebook; or a callable of bytes done and bytes in total."""
     name: str | None = None
     """Name of a group that outlives its driver; `None` for a group that does not."""
     preflight: bool = True
