@@ -61,8 +61,8 @@ def held_bytes() -> Callable[[], dict[str, int]]:
         reshard(worker.module)
         tensors = [value for state in worker.optimizer.state.values() for value in state.values()]
         return {
-            "parameters": sum(local_tensor(tensor).nbytes for tensor in worker.module.parameters()),
-            "buffers": sum(tensor.nbytes for tensor in worker.module.buffers()),
+            "parameter": sum(local_tensor(tensor).nbytes for tensor in worker.module.parameters()),
+            "buffer": sum(tensor.nbytes for tensor in worker.module.buffers()),
             "optimizer": sum(local_tensor(tensor).nbytes for tensor in tensors if tensor is not None),
         }
 
@@ -78,17 +78,11 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+HSDP = Sharding(replicate_size=2, ignored_modules="plain")
 IN_BF16 = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.* trained parameters are stored in torch.bfloat16")]
 CASES: list[Any] = [
     pytest.param(3, Sharding(), None, torch.optim.AdamW, id="uneven"),
-    pytest.param(
-        4,
-        Sharding(replicate_size=2, ignored_modules="plain"),
-        torch.bfloat16,
-        torch.optim.AdamW,
-        id="hsdp",
-        marks=IN_BF16,
-    ),
+    pytest.param(4, HSDP, torch.bfloat16, torch.optim.AdamW, id="hsdp", marks=IN_BF16),
     pytest.param(2, Sharding(wrap=["Linear"]), torch.float64, SGD, id="sgd", marks=pytest.mark.full),
     pytest.param(7, Sharding(), torch.bfloat16, torch.optim.Adagrad, id="empty-shards", marks=IN_BF16),
 ]
@@ -111,15 +105,8 @@ def test_a_group_holds_what_its_plan_says(
     with make_group(uneven, **options) as group:
         group.train_step(Split(rows), loss=mean_of_output())
         held = group.call(held_bytes())
-    planned = [
-        {
-            "parameters": one.footprint.parameter_bytes,
-            "buffers": one.footprint.buffer_bytes,
-            "optimizer": one.footprint.optimizer_bytes,
-        }
-        for one in plan.ranks
-    ]
-    assert planned == held
+    parts = ("parameter", "buffer", "optimizer")
+    assert [{part: getattr(one.footprint, f"{part}_bytes") for part in parts} for one in plan.ranks] == held
     assert plan.fits, plan
 
 
