@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/raysharding/raysharding"
 LINK = re.compile(r"(?<=\]\()\.\./[^)#\s]+")
 """The target of a Markdown link that begins by going up."""
+FACADE = "raysharding.group.ShardedModelGroup"
+"""The class whose sections (`# Section: NAME` in its source) have a page each."""
 
 log = logging.getLogger("mkdocs.hooks.raysharding")
 
@@ -50,7 +52,21 @@ def on_files(files: Files, config: Any) -> Files:
     for path, module in modules.items():
         content = "\n".join(_reference(path, module, homes))
         files.append(File.generated(config, f"reference/{path}.md", content=content))
+    for path, content in _sections(package[FACADE.partition(".")[2]]):
+        files.append(File.generated(config, f"reference/group/{path}.md", content=content))
     return files
+
+
+def _sections(facade: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the content of a page for each section of the facade."""
+    source = Path(facade.final_target.filepath).read_text().splitlines()
+    begins = [(number, line.partition(": ")[2]) for number, line in enumerate(source, 1) if "    # Section: " in line]
+    members = [one for one in facade.final_target.members.values() if one.is_public and not one.is_alias]
+    for index, (first, title) in enumerate(begins):
+        last = begins[index + 1][0] if index + 1 < len(begins) else len(source)
+        names = [one.name for one in sorted(members, key=lambda one: one.lineno) if first < one.lineno < last]
+        entries = [f"::: {FACADE}.{name}" for name in names]
+        yield title.replace(" ", "-"), "\n\n".join([f"# {title.capitalize()}", *entries, ""])
 
 
 def _exports(module: Any) -> list[str]:
@@ -71,4 +87,5 @@ def _reference(path: str, module: Any, homes: dict[str, str]) -> Iterator[str]:
     yield ""
     for name in _exports(module):
         if name not in elsewhere:
-            yield from (f"::: {path}.{name}", "")
+            is_facade = f"{path}.{name}" == FACADE
+            yield from (f"::: {path}.{name}", *(["    options: {members: false}"] if is_facade else []), "")

@@ -98,6 +98,16 @@ def check_int(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+def given(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method, without `self`, from the `locals()` of its first line."""
+    return {name: value for name, value in variables.items() if name not in ("self", "cls")}
+
+
+def for_fields(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options whose names are fields of a dataclass."""
+    return {name: options[name] for name in _fields(cls) if name in options}
+
+
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function answer an unknown keyword with ours; signature and type stay.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +13,14 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int, check_names, with_hints
+from raysharding.arguments import check_int, given, with_hints
 from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts, floating_dtype
 from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.saving import Destination, SaveReport
-from raysharding.distributed.training import (
-    Columns,
-    DataPlan,
-    EvaluationPlan,
-    FitPlan,
-    PredictPlan,
-    check_generation,
-    check_max_grad_norm,
-    positions_of,
-)
+from raysharding.distributed.training import Columns, check_generation, check_max_grad_norm, positions_of
 from raysharding.distributed.weights import CopyReport
 from raysharding.group.calls import (
     Call,
@@ -63,20 +53,15 @@ from raysharding.group.cluster import (
 from raysharding.group.fit import (
     REFUSED_BESIDE,
     Callback,
-    DatasetHandle,
     EarlyStop,
     FitLock,
-    FitOptions,
     FitReport,
-    FitRun,
-    PredictRun,
-    dataset_handle,
-    eval_options,
-    refuse_iterable,
+    run_fit,
+    run_predict,
+    submit_evaluate,
 )
 from raysharding.group.launch import (
     GroupPlan,
-    GroupSpec,
     PreflightReport,
     RestartReport,
     RunningGroup,
@@ -93,7 +78,6 @@ from raysharding.group.launch import (
 )
 from raysharding.group.messages import GroupState, Mode
 from raysharding.group.ranks import RankInfo
-from raysharding.models import Adapted
 from raysharding.report import html_report
 from raysharding.units import GIB
 from raysharding.worker import check_mode
@@ -136,6 +120,8 @@ class ShardedModelGroup:
         # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
         weakref.finalize(self, running.client.dropped_soon).atexit = False
 
+    # Section: making a group
+
     @classmethod
     @blocking
     @with_hints
@@ -165,91 +151,51 @@ class ShardedModelGroup:
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
 
-        Calls `ray.init()` if Ray is not initialized. The headers and the index of the checkpoint are validated before
-        anything is placed. After any failure, nothing stays on the cluster.
+        Calls `ray.init()` if Ray is not initialized. Headers and index of the checkpoint are validated before anything
+        is placed, and after a failure nothing stays on the cluster. docs/pages/loading.md (Arguments) says more.
 
         Args:
             checkpoint: A Hugging Face directory, a directory of LoRA adapters, a `.safetensors` file, an index json, or
-                the URI of one of these that `pyarrow.fs` supports (`file://`, `s3://`, `gs://`, ...). A path must be
-                visible on a node that holds ranks; rank 0 runs there. The driver and the ranks open a URI with the
-                credentials of their environments. Or a model of the Hugging Face hub, `org/name`, unless such a path
-                exists on the driver: give a path that only nodes see as an absolute one. The driver asks the hub once
-                for the commit; ranks take it from the Hugging Face cache of their nodes, or read their ranges of the
-                files (`hf://org/name@commit`) with the driver's token.
+                a URI of one that `pyarrow.fs` supports; or a model of the Hugging Face hub, `org/name`.
             revision: Branch, tag or commit of a hub id. Default `main`.
             model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
                 returns a module, called on every rank with parameters on meta and real buffers.
-            peft_config: A `peft.LoraConfig`: adapters are added to the model before it is sharded, and only adapters
-                are trained; base weights are frozen, and streamed as usual. `save` then writes only the adapters, as
-                peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters.
-            base: The base model of a directory of adapters: a path, a URI or a hub id. Default: the hub id that the
-                adapters' files name. A path or URI in these files is not opened: give it here if you trust it.
-            world_size: Number of ranks. Default: one per GPU of the cluster, or as many as `Placement.gpus_per_rank`
-                allows; on CPUs two if a node has two CPUs, else one, which a line on stderr tells.
-            device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
-                takes one of Ray's accelerators of that type for each rank, or `Placement.gpus_per_rank` of one: a
-                `GPU`, unless Ray's resource has another name. Default: `cuda` if the cluster has GPUs, else `cpu`.
+            peft_config: A `peft.LoraConfig`: train adapters alone, on frozen base weights. Default: no adapters, or
+                those of `checkpoint`.
+            base: Base model of a directory of adapters. Default: the hub id that its files name.
+            world_size: Number of ranks. Default: one per GPU, or as `Placement.gpus_per_rank` allows; on CPUs two if a
+                node has two CPUs, else one, which a line on stderr tells.
+            device: `cuda`, `cpu`, or another type for which torch has collectives. Default: `cuda` if the cluster has
+                GPUs, else `cpu`.
             sharding: Options of the sharding. Default `Sharding()`.
             loading: Options of the load. Default `Loading()`.
             placement: Options of the ranks' placement. Default `Placement()`.
             timeouts: Deadlines. Default `Timeouts()`.
-            optimizer: Factory of the optimizer, called with the parameters, or a `ParamGroups`; `set_optimizer` can set
-                it later.
-            preflight: Before bytes move, check that versions agree on all nodes, that the nodes' interfaces can reach
-                each other, the process group's first collectives, and free memory. Default True.
+            optimizer: Factory of the optimizer, called with the parameters, or a `ParamGroups`.
+            preflight: True to check versions, interfaces, collectives and free memory before bytes move. Default True.
             max_output_bytes: Cap on the bytes that one rank sends back for one call. Default 2 GiB.
-            name: Name under which the group outlives this driver and `attach` finds it. A named group ends by
-                `shutdown()` of any driver, which the end of the `with` block of this object also calls, or by its lease
-                (`Timeouts.lease_s`); it does not end when its object is dropped or the program exits. Default: no name;
-                the group ends with the driver. On a cluster that this program's own `ray.init()` started, the group
-                ends with the program, too: a UserWarning says so.
-            replace: True to shut down the group that has the name first, once the checkpoint is found valid. A group of
-                this program waits for its background saves; one of other drivers, alive or dead, ends at once, with
-                its running call and its background saves. Calls of the old group raise `GroupBrokenError`. Default
-                False.
-            max_restarts: Largest number of times that `fit` restarts a broken group and continues from its last save.
-                Default 0: `fit` raises.
+            name: Name under which the group outlives this driver, until `shutdown()` or the end of its lease
+                (`Timeouts.lease_s`), and `attach` finds it. Default: the group ends with the driver.
+            replace: True to shut down the group that has the name, once the checkpoint is found valid. Default False.
+            max_restarts: Number of times that `fit` may restart a broken group and continue from its last save.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
                 bytes done and the bytes in total.
-            random_weights: For a dry run: read config.json only, and initialise all weights as transformers does, by
-                `Loading.seed` and the parameter's name: equal ones at every world size, and after a restart.
-            config_overrides: Field of config.json → other value, such as `{"num_labels": 3}` for a new head, or with
-                `random_weights` `{"num_hidden_layers": 2}`; parts by mappings, `{"text_config": {...}}`.
+            random_weights: For a dry run: read config.json only; weights are drawn as transformers does, by
+                `Loading.seed` and name, equal ones at every world size.
+            config_overrides: Field of config.json → other value, such as `{"num_labels": 3}`; parts by mappings.
 
         Raises:
-            ValueError: An argument is invalid, or the name is taken; `replace=True` without a name.
+            ValueError: An argument is invalid, or the name is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster lacks resources (the error lists need against have, and this program's own
-                groups; see `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
+            PlacementError: The cluster lacks resources (the error lists need against have), or is gone.
             PreflightError: The group cannot work with the nodes or links; the error lists all findings.
             RendezvousError: The ranks did not form a process group.
             PlanError: Model and checkpoint do not fit together; the error lists every mismatch.
             GroupError: A rank died, hung or raised.
             KeyboardInterrupt: Ctrl-C, after everything is undone.
         """
-        if replace and name is None:
-            raise ValueError("replace=True without name=: give the name of the group to replace, such as name='llama'")
-        spec = GroupSpec(
-            checkpoint=os.fspath(checkpoint),
-            model=model if peft_config is None else Adapted.of(model, peft_config),
-            world_size=world_size,
-            device=device,
-            sharding=Sharding() if sharding is None else sharding,
-            loading=Loading() if loading is None else loading,
-            placement=Placement() if placement is None else placement,
-            timeouts=Timeouts() if timeouts is None else timeouts,
-            optimizer=optimizer,
-            max_output_bytes=max_output_bytes,
-            progress=progress,
-            name=name,
-            preflight=preflight,
-            max_restarts=max_restarts,
-            revision=revision,
-            random_weights=random_weights,
-            config_overrides=config_overrides,
-            base=None if base is None else os.fspath(base),
-        )
-        return cls(launch(spec, replaces=replace))
+        options = given(locals())
+        return cls(launch(options))
 
     @classmethod
     @blocking
@@ -330,21 +276,10 @@ class ShardedModelGroup:
             PlanError: Model and checkpoint do not fit together, or the optimizer's factory raised.
             PlacementError: The cluster that the environment names does not answer.
         """
-        spec = GroupSpec(
-            checkpoint=os.fspath(checkpoint),
-            model=model if peft_config is None else Adapted.of(model, peft_config),
-            world_size=world_size,
-            device=device,
-            sharding=Sharding() if sharding is None else sharding,
-            loading=Loading() if loading is None else loading,
-            placement=Placement() if placement is None else placement,
-            optimizer=optimizer,
-            revision=revision,
-            random_weights=random_weights,
-            config_overrides=config_overrides,
-            base=None if base is None else os.fspath(base),
-        )
-        return plan_group(spec, nodes)
+        options = given(locals())
+        return plan_group(options)
+
+    # Section: calls on batches
 
     @handle
     def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -641,17 +576,7 @@ class ShardedModelGroup:
         if inherited:
             warn(f"set_scheduler: {inherited}")
 
-    def _require_optimizer(self, method: str) -> None:
-        self._may_have_optimizer = self._may_have_optimizer or self._running.stored_spec().optimizer is not None
-        if not self._may_have_optimizer:
-            raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
-
-    def _deal(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
-    ) -> list[RankBatch]:
-        """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        bounds, told = self._running.loaded.bounds, self._told
-        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
+    # Section: runs and weights
 
     @driver_handle
     @blocking
@@ -689,98 +614,43 @@ class ShardedModelGroup:
     ) -> FitReport:
         """Train over data: each rank reads its own rows, and the steps are those that one process would take.
 
-        The rows of a step depend on data, batch size and seed, but not on the number of ranks. Ctrl-C ends the run
-        after the steps in progress (half a second of steps), with the group READY; `last_fit` and the callbacks have
-        all of them, and `resume=True` continues from there. A second Ctrl-C raises at once, and stops ranks in a call.
-        A group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`). After a restart the run
-        continues from its last save, or from its beginning, which is saved first if no file holds it; random generators
-        are reset to the same point.
-
-        One `fit` runs on a group at a time. During a `fit`, other threads and `callbacks` may call methods that do not
-        change the model (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `copy_to`, `status`...): such a call
-        runs between two steps, in the order of submission, and so does a `call`, whatever its function changes. Methods
-        that change the model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`,
-        `set_optimizer`, `set_scheduler`, `load`, a `copy_to` into this group, `restart`) raise a `GroupError`, and the
-        run continues. `interrupt` ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends
-        the run with the group.
+        The rows of a step depend on data, batch size and seed, not on the number of ranks. Ctrl-C ends the run after
+        the steps in progress, and leaves the group READY; a second one raises at once. A group that breaks is restarted
+        up to `max_restarts` times (see `from_checkpoint`), and continues from the last save. One `fit` runs on a group
+        at a time; calls that change the model are refused during it, and others run between two steps.
+        docs/pages/training.md (Runs) says what each option does.
 
         Args:
-            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet, JSON Lines or
-                CSV file, or a directory of such files, as a path or URI that all ranks' nodes can read, or a list of
-                paths of files; the name of a dataset for Hugging Face's `datasets`, `"org/name"` (its split `train`) or
-                `"name:split"`, that is no path here, which every rank loads; a list of rows, or any object with `len`
-                and `[number]`; a mapping of names to columns; an iterable that pickles, or a function that returns one,
-                which every rank iterates over completely. A row is usually a mapping of names to numbers, lists or
-                tensors.
+            data: Parquet, JSON Lines or CSV files, as path or URI, or a list of paths; a `ray.data.Dataset`; the name
+                of a dataset for Hugging Face's `datasets`; rows, columns, or an iterable that pickles.
             batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
-            rows_per_item: Number of consecutive rows of the data that belong together: 2 if rows 0 and 1 are a pair,
-                rows 2 and 3 the next. An item is in one step, on one rank, and in one part of an accumulation;
-                `shuffle` moves items, and not rows within one. `batch_size` must be a multiple, and so must the number
-                of rows, also that of `eval_data`: of an iterable, that is an error when its end is reached. Default 1.
-            epochs: Number of passes over the data, including those before a resume: a run of `epochs=2` that ended, and
-                is resumed with `epochs=3`, takes one more pass, and with `epochs=2` no step.
-            max_steps: Number of steps after which the run ends, including steps before a resume. Default: no limit.
-            shuffle: True for a random order of the rows, which differs from epoch to epoch. In a list, single rows are
-                shuffled; in files and Ray datasets, row groups or blocks are shuffled and their rows are shuffled
-                in windows of 512, and every batch holds rows of as many places as it has rows. Not available for an
-                iterable.
+            rows_per_item: Number of consecutive rows that stay together, such as 2 for pairs. Default 1.
+            epochs: Number of passes over the data, including those before a resume.
+            max_steps: Number of steps after which the run ends, including those before a resume. Default: no limit.
+            shuffle: True for a random order, in each epoch another; files are shuffled by row groups and windows.
             seed: Seed of the random order.
             columns: Columns of files or Ray datasets to read. Default: all.
-            collate_fn: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
-                positional arguments, or one tensor, as transformers' data collators do. The model gets them as they
-                are: images need not be rows. It runs between the steps, once for each part of an accumulation.
-                Where it makes other arguments of some ranks' rows (images, and none), the part takes a forward for each
-                kind. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
-                names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
-                transformers gets all columns but text).
+            collate_fn: Makes the model's arguments of a list of rows. Default: rows are stacked column by column.
             loss: As for `train_step`.
-            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate_fn`, `loss`,
-                `batch_size` and `rows_per_item`. The evaluations are those of `evaluate`, and change no step of the
-                run: neither its losses nor its random numbers. Files are opened once, before the first step; their rows
-                are read anew in each evaluation, and not kept. Default: no evaluation.
-            eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
-                epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
-                last step was reported: callbacks then get that step once more, with the evaluation.
-            metrics: Metrics of `eval_data`, as for `evaluate`. Results are in the report's `evaluations` and in the
-                `FitStep` of the step before the evaluation, as `eval_loss` and `eval_<name>`.
-            keep_best: `"loss"` or a name in `metrics`: an evaluation with the best value so far is followed by a save,
-                which `keep_last` does not remove until a better one is saved; the report's `best` names it.
-                Larger values are better, except for names that end in `loss`; `"-wer"` says that smaller ones are.
-            stop: `EarlyStop(metric, patience)`: end the run when the metric of `eval_data` no longer improves. The
-                evaluations so far are in the run's saves, so that `keep_best` and `stop` continue after a restart or
-                resume. Default: all steps are taken.
+            eval_data: Data to evaluate between the steps, read as `data`. Default: no evaluation.
+            eval_every: Number of steps between two evaluations. Default: the end of each epoch.
+            metrics: Metrics of `eval_data`, as for `evaluate`.
+            keep_best: `"loss"` or a name in `metrics`: save at the best evaluation so far, and keep that save.
+            stop: Ends the run when a metric of `eval_data` no longer improves. Default: all steps are taken.
             max_grad_norm: As for `train_step`.
             gradient_accumulation_steps: As for `train_step`: number of parts in which a batch is processed.
-            on_empty: Action on a batch in which nothing counts, because all its labels are masked. `"skip"`: all ranks
-                skip the batch; it keeps its step number and its position in the data, optimizer and schedule take no
-                step, its `loss` and `grad_norm` are NaN in the report, its number is in the report's `skipped`, and one
-                warning is issued for all such batches. `"raise"`: the run ends with an `EmptyBatchError`. Default skip.
-            prefetch: Number of batches that each rank reads ahead; at least two if `collate_fn` is not given.
-            save_to: Directory or URI of the saves `step-<number>`, as for `save`. It may hold saves of the same run,
-                but of no other run. Default: nothing is saved.
-            save_every: Number of steps between two saves; one more save is made at the end. Default: only the save at
-                the end.
-            keep_last: Number of saves to keep; older ones are removed, if loss and gradient are finite. Default: all.
-            async_save: Write saves in the background, while the ranks continue training; see `save`. Default False.
-            resume: True to continue where the last run ended: in this group, or in the save that the group was made
-                from. `"latest"`: load the newest complete save in `save_to`, unless the group holds it or a later step
-                of its run, and continue after it; without a save, begin a new run. So the first run of a job and its
-                later ones take the same script. Default False: a new run.
-            callbacks: Callables that receive a `FitStep` for every step, on the thread of `fit`. Quick steps are
-                reported many at a time: the ranks, and every call that a callback makes on them, are at the state after
-                the last of these steps. A callback with an attribute `every`, a number of steps, is only called with
-                steps that are multiples of it, and before the next step is taken: what it saves or computes is the
-                state after exactly that step. An evaluation comes before the callbacks, a save after them. The ranks
-                take no steps during a callback. An error that a callback raises ends the run, with the group READY, and
-                `fit` raises it; if a call of the callback broke the group, the run handles it like a step that broke
-                the group. If a callback has a `close` method, the method is called at the end.
-            progress: True to show a bar, False for nothing. Default: a bar in a terminal or notebook; elsewhere, as in
-                a job's log, a line on stderr every 10 s or tenth of the run, and one at the end.
-            save_on_signal: At SIGTERM, end the run after the steps in progress, save to `save_to`, and raise
-                `SystemExit(0)`: `with` blocks and `finally` clauses run, and the program ends with status 0 unless it
-                catches that. A second SIGTERM stops the ranks, and the program's own handler gets it, without a save.
-                The handler is installed while `fit` runs, which must be in the main thread. Ctrl-C then saves as well,
-                and raises KeyboardInterrupt. Default False.
+            on_empty: A batch in which nothing counts is skipped, or (`"raise"`) ends the run. Default `"skip"`.
+            prefetch: Number of batches that each rank reads ahead.
+            save_to: Directory or URI of the saves `step-<number>`, of this run alone. Default: nothing is saved.
+            save_every: Number of steps between two saves. Default: only the save at the end.
+            keep_last: Number of saves to keep; older ones are removed if loss and gradient are finite. Default: all.
+            async_save: Write saves in the background, as `save` does. Default False.
+            resume: True to continue where the last run ended, in this group or in the save that it was made from;
+                `"latest"`: after the newest save in `save_to`, or a new run if there is none. Default False.
+            callbacks: Callables that receive a `FitStep` for every step; with an attribute `every`, at its multiples,
+                before the next step is taken. Their method `close`, if any, is called at the end.
+            progress: True for a bar, False for nothing. Default: a bar in a terminal or notebook, else lines.
+            save_on_signal: At SIGTERM save to `save_to`, and raise `SystemExit(0)`; at Ctrl-C save too. Default False.
 
         Returns:
             The report of the run: losses, rates, restarts, the last save.
@@ -788,43 +658,16 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
             SystemExit: SIGTERM ended the run; see `save_on_signal`.
-            KeyboardInterrupt: Ctrl-C ended the run. If the save after it failed, a line on stderr says so, and the
-                CheckpointError is the interrupt's `__cause__`.
+            KeyboardInterrupt: Ctrl-C ended the run; its `__cause__` is the CheckpointError of a save that failed.
             TypeError: `data` is not data, or does not pickle.
-            DataError: The data cannot be read, has no rows, ends in an incomplete item, or differs from the data of the
-                run that is resumed. The group is READY.
-            CheckpointError: A save failed, also in the background (no later call raises that again), or `save_to` holds
-                the saves of another run, or a node cannot write to it, which is checked before the first step.
+            DataError: The data cannot be read, is empty, or is not that of the run that is resumed. The group is READY.
+            CheckpointError: A save failed, or `save_to` holds another run, or a node cannot write to it.
             CallCancelledError: `interrupt` ended the run.
             GroupError: Ranks failed more often than `max_restarts` allows, or another `fit` runs on the group.
         """
+        options = given(locals())
         self._require_optimizer("fit")
-        check_max_grad_norm(max_grad_norm)
-        with self._fits.running(self._client):
-            dataset = self._dataset(data, columns, collate_fn)
-            data_plan = DataPlan(
-                source=dataset.source,
-                batch_size=batch_size,
-                rows_per_item=rows_per_item,
-                epochs=epochs,
-                max_steps=max_steps,
-                shuffle=shuffle,
-                seed=seed,
-                collate_fn=collate_fn,
-                prefetch=prefetch,
-                stall_s=self._client.timeouts.load_stall_s,
-                run=secrets.token_hex(8),
-            )
-            held_out = None if eval_data is None else self._dataset(eval_data, columns, collate_fn)
-            evaluation = eval_options(held_out, data_plan, loss, eval_every, metrics, keep_best, stop)
-            eval_plan = None if evaluation is None else evaluation.plan
-            plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty, eval_plan)
-            target = None if save_to is None else output_path("save_to", save_to)
-            saves = target, save_every, keep_last, async_save, resume
-            options = FitOptions(*saves, callbacks, progress, save_on_signal, evaluation)
-            files = self.save, self._restart, self._load
-            limit = self._running.spec.max_restarts
-            return FitRun(self._client, limit, plan, dataset, options, self._fits, *files).run()
+        return run_fit(self._running, self._fits, options, save=self.save, restart=self._restart, load=self._load)
 
     @property
     def last_fit(self) -> FitReport | None:
@@ -876,21 +719,8 @@ class ShardedModelGroup:
             DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        dataset, client = self._dataset(data, columns, collate_fn), self._client
-        data_plan = DataPlan(
-            source=dataset.source,
-            batch_size=batch_size,
-            rows_per_item=rows_per_item,
-            max_steps=max_steps,
-            collate_fn=collate_fn,
-            prefetch=prefetch,
-            stall_s=self._client.timeouts.load_stall_s,
-        )
-        plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
-        dataset.pin(client)
-        call = self._client.submit_same("evaluate", plan, takes_steps=True)
-        call.when_done(lambda _: dataset.unpin(client))
-        return call.keep_alive(self)
+        options = given(locals())
+        return submit_evaluate(self._running, options).keep_alive(self)
 
     @driver_handle
     @blocking
@@ -969,36 +799,8 @@ class ShardedModelGroup:
             GroupError: The model raised, or ranks failed more often than `max_restarts` allows; or a `fit` or another
                 `predict` runs on the group.
         """
-        if sort_by not in (None, "length"):
-            raise ValueError(f"sort_by={sort_by!r}: give 'length', or omit it")
-        check_names("keys", keys)
-        check_names("columns", columns)
-        with self._fits.running(self._client, "predict"):
-            read = None if columns is None else dict.fromkeys((*columns, *keys))
-            dataset = self._dataset(data, None if read is None else list(read), collate_fn)
-            refuse_iterable(dataset.source)
-            plan = PredictPlan(
-                source=dataset.source,
-                batch_size=batch_size,
-                fn=fn,
-                generate_kwargs=generate_kwargs,
-                keys=tuple(keys),
-                by_length=sort_by == "length",
-                collate_fn=collate_fn,
-                prefetch=prefetch,
-                rows_per_file=rows_per_file,
-                output=None if output is None else output_path("output", output),
-                resume=resume,
-                stall_s=self._client.timeouts.load_stall_s,
-                run=secrets.token_hex(8),
-            )
-            limit = self._running.spec.max_restarts
-            return PredictRun(self._client, limit, plan, dataset, progress, self._fits, self._restart).run()
-
-    def _dataset(self, data: Any, columns: Sequence[str] | None, collate_fn: Collate | None) -> DatasetHandle:
-        # A collate function may transform a column; without one, a column is the model argument of the same name.
-        whole = self._running.loaded.bounds.num_ids if collate_fn is None else ()
-        return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
+        options = given(locals())
+        return run_predict(self._running, self._fits, options, self._restart)
 
     @handle
     @with_hints
@@ -1076,15 +878,6 @@ class ShardedModelGroup:
             GroupError: A rank died, hung or raised after bytes had moved: the earlier state is overwritten in part.
         """
         return self._load(path, revision, **self._unless_fit("load"))
-
-    def _load(
-        self,
-        path: str | os.PathLike[str],
-        revision: str | None = None,
-        *,
-        refused_beside: Mapping[str, str] | None = None,
-    ) -> Call:
-        return submit_load(self._running, os.fspath(path), revision, refused_beside or {}).keep_alive(self)
 
     @handle
     @with_hints
@@ -1173,15 +966,7 @@ class ShardedModelGroup:
         """Paths of the committed saves, including background saves, in the order in which they were committed."""
         return self._client.connection.snapshot.saves
 
-    @property
-    def _running(self) -> RunningGroup:
-        """The group's running parts; raises in a forked child, since every method of the group begins here."""
-        refuse_in_fork(self._parts.client.name)
-        return self._parts
-
-    @property
-    def _client(self) -> Client:
-        return self._running.client
+    # Section: administration
 
     @property
     def name(self) -> str:
@@ -1317,14 +1102,6 @@ class ShardedModelGroup:
         self._unless_fit("restart")
         return self._restart(checkpoint, world_size)
 
-    def _restart(
-        self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None
-    ) -> RestartReport:
-        # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
-        with self._restarting:
-            path = None if checkpoint is None else os.fspath(checkpoint)
-            return restart(self._running, checkpoint=path, world_size=world_size, claim=self._fits.claim)
-
     @blocking
     def stacks(self) -> dict[int, str]:
         """Return the Python stacks of every rank's threads, while the ranks work; takes 2 s at most.
@@ -1428,3 +1205,44 @@ class ShardedModelGroup:
         """Change the optimizer's factory of the spec that a restart uses."""
         spec = self._running.stored_spec()
         self._client.connection.ask("update", packed_spec(replace(spec, optimizer=change(spec.optimizer))))
+
+    # What the sections share
+
+    @property
+    def _running(self) -> RunningGroup:
+        """The group's running parts; raises in a forked child, since every method of the group begins here."""
+        refuse_in_fork(self._parts.client.name)
+        return self._parts
+
+    @property
+    def _client(self) -> Client:
+        return self._running.client
+
+    def _require_optimizer(self, method: str) -> None:
+        self._may_have_optimizer = self._may_have_optimizer or self._running.stored_spec().optimizer is not None
+        if not self._may_have_optimizer:
+            raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
+
+    def _deal(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
+    ) -> list[RankBatch]:
+        """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
+        bounds, told = self._running.loaded.bounds, self._told
+        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
+
+    def _restart(
+        self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None
+    ) -> RestartReport:
+        # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
+        with self._restarting:
+            path = None if checkpoint is None else os.fspath(checkpoint)
+            return restart(self._running, checkpoint=path, world_size=world_size, claim=self._fits.claim)
+
+    def _load(
+        self,
+        path: str | os.PathLike[str],
+        revision: str | None = None,
+        *,
+        refused_beside: Mapping[str, str] | None = None,
+    ) -> Call:
+        return submit_load(self._running, os.fspath(path), revision, refused_beside or {}).keep_alive(self)

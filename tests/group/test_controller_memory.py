@@ -45,33 +45,13 @@ class PeakMemory:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_batch_does_not_pass_through_the_controller(own: tuple[ShardedModelGroup, int], size: int) -> None:
+def test_tensors_do_not_pass_through_the_controller(own: tuple[ShardedModelGroup, int], size: int) -> None:
+    """Neither a batch, nor an argument for one rank, nor a result."""
     group, controller = own
-    rows = torch.ones(size * MIB // 32, 8)
-    peak = PeakMemory(controller)
-    group.call(lambda rows: rows.shape[0], Split(rows))
-    assert peak.growth() < ROOM
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_an_argument_for_one_rank_does_not_pass_through_the_controller(
-    own: tuple[ShardedModelGroup, int], size: int
-) -> None:
-    group, controller = own
-    peak = PeakMemory(controller)
-    assert group.call(lambda value: value.numel(), PerRank([torch.ones(size * MIB // 4), torch.ones(1)])) == [
-        size * MIB // 4,
-        1,
-    ]
-    assert peak.growth() < ROOM
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_result_does_not_pass_through_the_controller(own: tuple[ShardedModelGroup, int], size: int) -> None:
-    group, controller = own
-    peak = PeakMemory(controller)
-    found = group.call(torch.ones, size * MIB // 4, out=Out.rank0())
-    assert found.numel() == size * MIB // 4
+    peak, whole = PeakMemory(controller), torch.ones(size * MIB // 4)
+    group.call(lambda rows: rows.shape[0], Split(whole.reshape(-1, 8)))
+    assert group.call(lambda value: value.numel(), PerRank([whole, torch.ones(1)])) == [whole.numel(), 1]
+    assert group.call(torch.ones, whole.numel(), out=Out.rank0()).numel() == whole.numel()
     assert peak.growth() < ROOM
 
 

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
-from raysharding import ShardedModelGroup, Timeouts
+from raysharding import Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
@@ -117,42 +116,6 @@ def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, watch
     assert shared_memory() <= before
 
 
-PREDICT = """
-def slow(outputs, batch):
-    time.sleep(0.05)
-    return {"logits": outputs}
-
-group = make()
-rows = [{"input": [float(number)] * 8, "id": number} for number in range(100)]
-report = group.predict(rows, batch_size=4, fn=slow, keys=["id"], rows_per_file=5, output=sys.argv[3], resume=True)
-tell(rows=report.num_rows, found=report.num_found)
-group.shutdown()
-"""
-
-
-@pytest.mark.full
-def test_a_predict_goes_on_after_its_driver_was_killed(
-    standing: StandingCluster, checkpoint: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
-        driver.hear()
-        until = now() + 30
-        while len(list(output.glob("*.parquet"))) < 4:
-            assert now() < until
-            time.sleep(0.01)
-        driver.kill()
-    before = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
-    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
-        driver.hear()
-        told = driver.hear()
-    # Ranks that have not heard of the driver's end yet may have finished some more.
-    assert told["rows"] == 100
-    assert 5 * len(before) <= told["found"] < 100
-    assert pq.read_table(output)["id"].to_pylist() == list(range(100))
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
 FROZEN = """
 import os
 group = make(timeouts=Timeouts(lease_s=2.0))
@@ -213,92 +176,6 @@ def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
         time.sleep(1.5)
         assert group.call(lambda: 1) == [1, 1]
         assert group.state is GroupState.READY
-
-
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.filterwarnings("ignore:name='leased'")  # of the tests' own cluster
-def test_a_driver_with_timeouts_of_its_own_renews_the_lease_of_the_group(checkpoint: Path) -> None:
-    make_group(checkpoint, name="leased", timeouts=Timeouts(lease_s=1.0))  # and let go of
-    group = ShardedModelGroup.attach("leased", timeouts=Timeouts())
-    try:
-        time.sleep(3.0)
-        assert group.call(lambda: 1) == [1, 1]
-    finally:
-        group.shutdown()
-
-
-TRAINED = """
-group = make(name="llama")
-group.set_optimizer(torch.optim.SGD, lr=0.1)
-group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
-torch.save(group.state_dict(), sys.argv[2] + ".trained")
-tell(seconds=group.load_report.seconds)
-time.sleep(1000)
-"""
-
-ATTACHED = """
-begun = now()
-group = ShardedModelGroup.attach("llama")
-attach_s = now() - begun
-trained, state = torch.load(sys.argv[2] + ".trained"), group.state_dict()
-tell(
-    pids=[one.pid for one in group.ranks],
-    same=state.keys() == trained.keys() and all(torch.equal(state[name], trained[name]) for name in trained),
-    seconds=group.load_report.seconds,
-    shape=list(group.forward(Split(torch.ones(3, 8))).shape),
-    state=group.state.value,
-    attach_s=attach_s,
-)
-group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
-group.shutdown()
-tell(shut=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.full
-def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, watch: Driver, checkpoint: Path) -> None:
-    with Driver(standing, checkpoint, TRAINED) as first:
-        pids = first.hear()["pids"]
-        report = first.hear()
-        first.kill()
-        first.process.wait(10)
-    with Driver(standing, checkpoint, ATTACHED) as second:
-        heard = second.hear()
-        print(f"attached in {heard['attach_s']:.2f} s")
-        assert heard["pids"] == pids
-        assert heard["same"], "the trained weights"
-        assert heard["seconds"] == report["seconds"], "the report of the only load there was"
-        assert heard["shape"] == [3, 4]
-        assert heard["state"] == "ready"
-        assert second.hear()["shut"]
-        since = now()
-        seconds_until_gone(pids, since, RELEASE_S)
-        watch.say("go")
-        assert watch.hear() == FREE
-        assert now() - since < RELEASE_S
-
-
-EXITS = """
-group = make(name="llama", timeouts=Timeouts(lease_s=6.0))
-tell(ready=True)
-"""
-
-
-@pytest.mark.full
-def test_a_lease_ends_a_named_group_whose_driver_has_gone(
-    standing: StandingCluster, watch: Driver, checkpoint: Path
-) -> None:
-    with Driver(standing, checkpoint, EXITS) as driver:
-        pids = driver.hear()["pids"]
-        driver.hear()
-        assert driver.process.wait(30) == 0
-        since = now()  # it renews until it begins to exit, which takes a while
-        gone = seconds_until_gone(pids, since, 6.0 + 2.0)
-        print("seconds until the ranks were gone:", gone)
-        assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
-        watch.say("go")
-        assert watch.hear() == FREE
 
 
 BUILDS = """
@@ -489,3 +366,43 @@ def test_ctrl_c_in_a_fit_collects_what_ran(standing: StandingCluster, checkpoint
         said = driver.process.stderr.read()
     assert said.count("raysharding: Ctrl-C: fit ends after the steps in progress; once more stops the ranks") == 3
     assert f"fit: Ctrl-C ended the run after step {last}, saved in {saves}/step-{last}; resume=True continues" in said
+
+
+SAVES = """
+import time
+if ahead := float(sys.argv[4]):
+    clock, time.time = time.time, lambda: clock() + ahead  # of this program, as of a machine whose clock is wrong
+group = make(name="llama") if sys.argv[5] == "makes" else ShardedModelGroup.attach("llama")
+group.set_optimizer(torch.optim.SGD, lr=0.1)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+group.save(sys.argv[3])
+tell(saved=True)
+"""
+
+RESTARTS = """
+import signal
+group = ShardedModelGroup.attach("llama")
+before = group.state_dict()
+os.kill(group.ranks[1].pid, signal.SIGKILL)
+try:
+    group.call(time.sleep, 60)
+except GroupError:
+    report = group.restart()
+after = group.state_dict()
+same = all(torch.equal(after[name], before[name]) for name in before)
+group.shutdown()
+tell(checkpoint=report.checkpoint, same=same)
+"""
+
+
+def test_a_driver_whose_clock_is_ahead_does_not_hide_the_saves_of_the_next(
+    standing: StandingCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    saves = [str(tmp_path / f"step-{number}") for number in (1, 2)]
+    for path, ahead, how in zip(saves, ("3600", "0"), ("makes", "attaches"), strict=True):
+        with Driver(standing, checkpoint, SAVES, path, ahead, how) as driver:
+            while "saved" not in driver.hear():
+                pass
+            assert driver.process.wait(60) == 0
+    with Driver(standing, checkpoint, RESTARTS) as driver:
+        assert driver.hear() == {"checkpoint": saves[1], "same": True}

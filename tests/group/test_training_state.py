@@ -14,17 +14,9 @@ from safetensors.torch import load_file, save_file
 from raysharding import CheckpointError, GroupError, PlanError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.group.conftest import make_group
+from tests.group.test_group import mean_square
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def mean_square() -> Callable[..., torch.Tensor]:
-    """A loss that pickles by value."""
-
-    def loss(output: torch.Tensor, *_: Any) -> torch.Tensor:
-        return output.square().mean()
-
-    return loss
 
 
 @pytest.fixture
@@ -118,8 +110,10 @@ def test_gradients_are_clipped(trained: ShardedModelGroup, checkpoint: Path, row
     assert trained.clip_grad_norm_(None) == pytest.approx(norm / 4, rel=1e-4)
     largest = trained.clip_grad_norm_(None, float("inf"))
     assert 0 < largest < norm
-    with pytest.raises(ValueError, match="norm_type"):
-        trained.clip_grad_norm_(1.0, 0.0)
+    for bad, said in (((1.0, 0.0), "norm_type"), ((-1.0,), "max_norm"), ((float("nan"),), "max_norm")):
+        with pytest.raises(ValueError, match=said) as raised:
+            trained.clip_grad_norm_(*bad)
+        assert not isinstance(raised.value, GroupError), "before the ranks"
     assert trained.state is GroupState.READY
 
 
@@ -154,10 +148,3 @@ def test_full_parameters_inside_a_call(trained: ShardedModelGroup, checkpoint: P
         assert shape == (16, 8)
         assert total == pytest.approx(expected.sum().item(), abs=1e-4)
     assert torch.equal(trained.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))
-
-
-def test_a_bad_norm_is_refused_before_the_ranks(trained: ShardedModelGroup) -> None:
-    for max_norm in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_norm") as raised:
-            trained.clip_grad_norm_(max_norm)
-        assert not isinstance(raised.value, GroupError)

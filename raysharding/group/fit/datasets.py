@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from raysharding.data import (
 )
 from raysharding.errors import DataError, GroupError
 from raysharding.group.calls import Call, Client
+from raysharding.group.launch import RunningGroup
 from raysharding.group.rank import DatasetBlocks
 
 _PIN_S = 30.0
@@ -82,10 +83,17 @@ def pinned_for(datasets: Sequence[DatasetHandle], client: Client) -> Iterator[No
         raise silent
 
 
+def group_dataset(running: RunningGroup, data: Any, options: Mapping[str, Any]) -> DatasetHandle:
+    """Make a source of `data` for a group's ranks, by the arguments of `fit`, `evaluate` or `predict`."""
+    # A collate function may transform a column; without one, a column is the model argument of the same name.
+    whole = running.loaded.bounds.num_ids if options["collate_fn"] is None else ()
+    return dataset_handle(data, options["columns"], running.client.timeouts.load_stall_s, whole)
+
+
 def dataset_handle(
     data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Collection[str] = ()
 ) -> DatasetHandle:
-    """Make a source of `data`; see `ShardedModelGroup.fit`.
+    """Make a source of the data that a user gives to `fit`, `evaluate` or `predict`.
 
     Args:
         data: The user's data.

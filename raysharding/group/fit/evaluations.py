@@ -7,21 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.data import Position
-from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Client, collect_all
+from raysharding.distributed.training import DataPlan, EvaluationPlan
+from raysharding.group.calls import Call, Client, collect_all
 from raysharding.group.cluster import tell
-from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
+from raysharding.group.launch import RunningGroup
 
 
-def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, told: set[str], what: str = "fit") -> None:
-    """Say once which columns of the data the ranks drop in a `fit` or `predict`; `told` keeps the sources of which."""
+def tell_dropped(by_rank: Iterable[Sequence[str]], source: str, announced: set[str], what: str = "fit") -> None:
+    """Say once which columns of the data the ranks drop in a `fit` or `predict`; `announced` keeps the sources."""
     names = sorted({name for dropped in by_rank for name in dropped})
-    if names and source not in told:
-        told.add(source)
+    if names and source not in announced:
+        announced.add(source)
         tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate_fn= gets all columns)")
 
 
@@ -67,44 +68,43 @@ class EvalOptions:
         if self.every is not None:
             check_int("eval_every", self.every)
         known = ["loss", *self.plan.metrics]
-        for option, metric in (
-            ("keep_best", self.keep_best),
-            ("stop", None if self.stop is None else self.stop.metric),
-        ):
+        stop = None if self.stop is None else self.stop.metric
+        for option, metric in (("keep_best", self.keep_best), ("stop", stop)):
             if metric is not None and direction(metric)[0].removeprefix("eval_") not in known:
                 raise ValueError(f"{option}={metric!r} is no metric of the evaluation, which has {', '.join(known)}")
 
 
-def eval_options(
-    data: DatasetHandle | None,
-    train: DataPlan,
-    loss: LossFunction | None,
-    every: int | None,
-    metrics: Mapping[str, Metric] | None,
-    keep_best: str | None,
-    stop: EarlyStop | None,
-) -> EvalOptions | None:
-    """Make the options of evaluations that read their data as the run does.
+def eval_options(data: DatasetHandle | None, train: DataPlan, options: Mapping[str, Any]) -> EvalOptions | None:
+    """Make the options of evaluations that read their data as the run does; `None` without data.
 
     Args:
-        data: The data to evaluate; `None`: there is no evaluation.
+        data: The data to evaluate.
         train: The run's own data.
-        loss: See `EvaluationPlan`.
-        every: See `EvalOptions`.
-        metrics: See `EvaluationPlan`.
-        keep_best: See `EvalOptions`.
-        stop: See `EvalOptions`.
+        options: The arguments of `fit`.
 
     Raises:
         ValueError: An option is invalid, or given without data.
     """
     if data is None:
-        for name, value in (("eval_every", every), ("metrics", metrics), ("keep_best", keep_best), ("stop", stop)):
-            if value is not None:
-                raise ValueError(f"{name}={value!r}, but nothing is evaluated: give eval_data=")
+        for name in ("eval_every", "metrics", "keep_best", "stop"):
+            if options[name] is not None:
+                raise ValueError(f"{name}={options[name]!r}, but nothing is evaluated: give eval_data=")
         return None
     plan = replace(train, source=data.source, epochs=1, max_steps=None, shuffle=False)
-    return EvalOptions(data, EvaluationPlan(plan, loss, metrics=dict(metrics or {})), every, keep_best, stop)
+    evaluation = EvaluationPlan(plan, options["loss"], metrics=dict(options["metrics"] or {}))
+    return EvalOptions(data, evaluation, options["eval_every"], options["keep_best"], options["stop"])
+
+
+def submit_evaluate(running: RunningGroup, options: Mapping[str, Any]) -> Call:
+    """Submit an evaluation, by the arguments of `ShardedModelGroup.evaluate`."""
+    client, dataset = running.client, group_dataset(running, options["data"], options)
+    stall_s = client.timeouts.load_stall_s
+    data_plan = DataPlan(source=dataset.source, stall_s=stall_s, **for_fields(DataPlan, options))
+    plan = EvaluationPlan(data_plan, options["loss"], options["with_loss"], dict(options["metrics"] or {}))
+    dataset.pin(client)
+    call = client.submit_same("evaluate", plan, takes_steps=True)
+    call.when_done(lambda _: dataset.unpin(client))
+    return call
 
 
 class Evaluations:
@@ -122,7 +122,7 @@ class Evaluations:
         self._of_run: list[Mapping[str, Any]] = []
         self.done: dict[int, dict[str, float]] = {}
         """Step → metrics, of the evaluations in this `fit`."""
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def begin(self, place: Position) -> None:
         """Continue at a position, whose evaluations count."""
@@ -162,14 +162,13 @@ class Evaluations:
         assert self._options is not None, "is_due comes first"
         values = self._client.submit_same("evaluate", None, takes_steps=True).result()  # `None`: that of the `FitPlan`
         metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
-        noted: dict[str, Any] = {
-            "step": place.num_steps,
-            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
-        }
-        if self._is_best(noted["metrics"]):
-            noted |= {"best": self._best_by[0], "path": path}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        noted: dict[str, Any] = {"step": place.num_steps, "metrics": finite}
+        (name, sign), best = self._best_by, self.best
+        if name in finite and (best is None or sign * finite[name] > sign * best.value):
+            noted |= {"best": name, "path": path}
         replies = self._client.submit_same("note_evaluation", noted, collect=collect_all).result()
-        tell_dropped(replies, "eval_data", self._told)
+        tell_dropped(replies, "eval_data", self._announced)
         self._of_run.append(noted)
         self.done[place.num_steps] = metrics
         return metrics
@@ -184,10 +183,6 @@ class Evaluations:
         name = self._best_by[0]
         found = next((one for one in reversed(self._of_run) if one.get("best") == name), None)
         return None if found is None else BestSave(found["path"], found["step"], found["metrics"][name])
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        (name, sign), best = self._best_by, self.best
-        return name in metrics and (best is None or sign * metrics[name] > sign * best.value)
 
     def is_best(self, path: str) -> bool:
         """Return True if the save at a path is that of the best evaluation so far, which is kept."""

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from raysharding.arguments import check_names, for_fields
 from raysharding.batch import Out, deal
 from raysharding.data import cast_table, join_tables, schema_from_text, unify_schemas
 from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
-from raysharding.group.calls import Client, ProgressBar, collect_all, collect_returns, progress_bar
+from raysharding.group.calls import Client, ProgressBar, collect_all, collect_returns, output_path, progress_bar
 from raysharding.group.cluster import tell
-from raysharding.group.fit.datasets import DatasetHandle, pinned_for
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for, refuse_iterable
 from raysharding.group.fit.evaluations import tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
-from raysharding.group.launch import RestartReport
+from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
 from raysharding.worker import PredictStart, PredictSteps
 
@@ -58,6 +60,38 @@ class PredictReport:
         return f"{self.num_rows:,} rows{found} in {self.num_files:,} files in {self.output}: {rate}"
 
 
+def run_predict(
+    running: RunningGroup, lock: FitLock, options: Mapping[str, Any], restart: Callable[[], RestartReport]
+) -> Any:
+    """Compute columns, by the arguments of `ShardedModelGroup.predict`.
+
+    Args:
+        running: The group.
+        lock: Held while the run lasts.
+        options: The arguments.
+        restart: Restarts the group.
+    """
+    client, keys, columns, output = running.client, options["keys"], options["columns"], options["output"]
+    if options["sort_by"] not in (None, "length"):
+        raise ValueError(f"sort_by={options['sort_by']!r}: give 'length', or omit it")
+    check_names("keys", keys)
+    check_names("columns", columns)
+    with lock.running(client, "predict"):
+        read = None if columns is None else list(dict.fromkeys((*columns, *keys)))
+        dataset = group_dataset(running, options["data"], {**options, "columns": read})
+        refuse_iterable(dataset.source)
+        given = {**options, "keys": tuple(keys), "output": None if output is None else output_path("output", output)}
+        plan = PredictPlan(
+            source=dataset.source,
+            by_length=options["sort_by"] is not None,
+            stall_s=client.timeouts.load_stall_s,
+            run=secrets.token_hex(8),
+            **for_fields(PredictPlan, given),
+        )
+        limit = running.spec.max_restarts
+        return PredictRun(client, limit, plan, dataset, options["progress"], lock, restart).run()
+
+
 @dataclass
 class PredictRun:
     """One call of `predict`."""
@@ -71,7 +105,7 @@ class PredictRun:
     data: DatasetHandle
     """The data that the ranks read."""
     progress: bool | None
-    """See `progress_bar`."""
+    """True to show a bar; `None`: in a terminal or notebook, and lines elsewhere."""
     lock: FitLock
     """Reports whether the run is to end early."""
     restart: Callable[[], RestartReport]
@@ -88,10 +122,10 @@ class PredictRun:
         self._num_bytes = 0
         self._schema: Any = None
         """The types that hold the values of all tables."""
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def run(self) -> Any:
-        """Run all forwards; see `ShardedModelGroup.predict`."""
+        """Run all forwards, and return what `ShardedModelGroup.predict` returns."""
         try:
             start = self._begin()
             if self.max_restarts and not start.is_saved:
@@ -141,7 +175,7 @@ class PredictRun:
             replies: list[PredictSteps] = self.client.submit_same("predict_steps", number, collect=collect_all).result()
             self._step_s = (time.monotonic() - begun) / max(1, replies[0].num_steps)
             self._take(replies)
-            tell_dropped((reply.dropped for reply in replies), "the data", self._told, "predict")
+            tell_dropped((reply.dropped for reply in replies), "the data", self._announced, "predict")
             num_rows = sum(reply.num_rows for reply in replies)
             self._num_done += num_rows
             bar.update(num_rows)

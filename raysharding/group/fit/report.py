@@ -165,7 +165,7 @@ class FitReport:
             raise ImportError("a plot needs matplotlib: pip install 'raysharding[plot]'") from error
 
         class Shown(Figure):
-            # Without pyplot, nothing has told the notebook how to show a figure.
+            # Without pyplot, a notebook does not know how to show a figure.
             def _repr_png_(self) -> bytes:
                 written = BytesIO()
                 self.savefig(written, dpi=_DPI, format="png")

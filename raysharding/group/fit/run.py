@@ -8,6 +8,7 @@ says `every`.
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,27 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
-from raysharding.distributed.training import FitPlan, StepMetrics
+from raysharding.distributed.training import DataPlan, FitPlan, StepMetrics, check_max_grad_norm
 from raysharding.errors import CheckpointError, GroupError
-from raysharding.group.calls import (
-    Call,
-    Client,
-    ProgressBar,
-    collect_all,
-    progress_bar,
-)
+from raysharding.group.calls import Call, Client, ProgressBar, collect_all, output_path, progress_bar
 from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
-from raysharding.group.fit.datasets import DatasetHandle, pinned_for
-from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to, tell_dropped
+from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for
+from raysharding.group.fit.evaluations import EvalOptions, Evaluations, eval_options, steps_to, tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
 from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
-from raysharding.group.launch import RestartReport
+from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
 from raysharding.worker import FitStart, FitSteps
 
@@ -77,23 +72,23 @@ class FitOptions:
             ValueError: `save_every`, `keep_last` or a callback's `every` is not a positive int; `resume` is unknown; an
                 option of saves is given without `save_to`; `save_on_signal` outside the main thread.
         """
-        best = None if self.evaluation is None else self.evaluation.keep_best
-        if best is not None and self.save_to is None:
-            raise ValueError(f"keep_best={best!r}, but nothing is saved: give a directory, save_to=")
         for every in self.callback_intervals:
             check_int("a callback has every", every)
         for name in ("save_every", "keep_last"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            check_int(name, value)
-            if self.save_to is None:
-                raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
+            if (value := getattr(self, name)) is not None:
+                check_int(name, value)
         if self.resume not in (True, False, "latest"):
             raise ValueError(f"resume={self.resume!r}: give True, False or 'latest'")
-        for name, is_given in (("resume='latest'", self.resume == "latest"), ("save_on_signal", self.save_on_signal)):
-            if is_given and self.save_to is None:
-                raise ValueError(f"{name} needs the directory of the run's saves: give save_to=")
+        of_saves = {
+            "keep_best": None if self.evaluation is None else self.evaluation.keep_best,
+            "save_every": self.save_every,
+            "keep_last": self.keep_last,
+            "resume": "latest" if self.resume == "latest" else None,
+            "save_on_signal": self.save_on_signal or None,
+        }
+        for name, value in of_saves.items():
+            if value is not None and self.save_to is None:
+                raise ValueError(f"{name}={value!r}, but nothing is saved: give a directory, save_to=")
         if self.save_on_signal and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "save_on_signal=True outside the main thread, where Python handles no signals: call fit in the main "
@@ -104,6 +99,38 @@ class FitOptions:
     def callback_intervals(self) -> list[int]:
         """The `every` of the callbacks that have one."""
         return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
+
+
+def run_fit(running: RunningGroup, lock: FitLock, options: Mapping[str, Any], **files: Any) -> FitReport:
+    """Train, by the arguments of `ShardedModelGroup.fit`.
+
+    Args:
+        running: The group.
+        lock: Held while the run lasts.
+        options: The arguments.
+        **files: `save`, `restart` and `load` of the group.
+    """
+    client, eval_data, save_to = running.client, options["eval_data"], options["save_to"]
+    check_max_grad_norm(options["max_grad_norm"])
+    with lock.running(client):
+        dataset = group_dataset(running, options["data"], options)
+        data_plan = DataPlan(
+            source=dataset.source,
+            stall_s=client.timeouts.load_stall_s,
+            run=secrets.token_hex(8),
+            **for_fields(DataPlan, options),
+        )
+        held_out = None if eval_data is None else group_dataset(running, eval_data, options)
+        evaluation = eval_options(held_out, data_plan, options)
+        given = {
+            **options,
+            "data": data_plan,
+            "evaluation": None if evaluation is None else evaluation.plan,
+            "save_to": None if save_to is None else output_path("save_to", save_to),
+        }
+        plan = FitPlan(**for_fields(FitPlan, given))
+        fit_options = FitOptions(**for_fields(FitOptions, {**given, "evaluation": evaluation}))
+        return FitRun(client, running.spec.max_restarts, plan, dataset, fit_options, lock, **files).run()
 
 
 @dataclass
@@ -156,7 +183,7 @@ class FitRun:
         self._last: FitStep | None = None
 
     def run(self) -> FitReport:
-        """Run all steps; see `ShardedModelGroup.fit`."""
+        """Run all steps, and return the report."""
         with self._stop:
             report = self._run()
         if self._stop.came:
@@ -190,7 +217,7 @@ class FitRun:
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
-        committed = [path for path in self.client.connection.snapshot.saves if path in self._paths]
+        committed = [None, *(path for path in self.client.connection.snapshot.saves if path in self._paths)]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -201,7 +228,7 @@ class FitRun:
             wait_s=self._wait_s,
             save_s=self._save_s,
             num_restarts=self._restarts.number,
-            saved=committed[-1] if committed else None,
+            saved=committed[-1],
             skipped=tuple(self._skipped),
             evaluations=self._evaluations.done,
             best=self._evaluations.best,
@@ -362,13 +389,13 @@ class FitRun:
             ).result()
             seconds = time.monotonic() - begun
             is_over, self._place = replies[0].is_over, replies[0].position
-            told = self._note(replies, seconds) if replies[0].steps else []
-            is_over = self._after_steps(told, bar, is_over=is_over)
+            steps = self._note(replies, seconds) if replies[0].steps else []
+            is_over = self._after_steps(steps, bar, is_over=is_over)
         self.client.pending.wait(self.plan.data.stall_s)
 
-    def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
+    def _after_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
-        self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
+        self._tell_steps(steps, bar, is_end=is_over or self._place.num_steps == self._total)
         is_interrupted = self._interrupts.came
         is_over = is_over or self._evaluations.stopped is not None or self._stop.came
         is_end = is_over or (is_interrupted and self.options.save_on_signal)
@@ -379,8 +406,7 @@ class FitRun:
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        every_so_often = *self.options.callback_intervals, self.options.save_every
-        intervals = [every for every in every_so_often if every is not None]
+        intervals = [every for every in (*self.options.callback_intervals, self.options.save_every) if every]
         ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
         return min([number, *(end for end in ends if end is not None)])
 
@@ -395,7 +421,7 @@ class FitRun:
         self._gauges.set("wait_s", self._wait_s)
         self._gauges.set("save_s", self._save_s)
         tell_dropped((reply.dropped for reply in replies), "the data", self._warned)
-        told = []
+        noted = []
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
@@ -403,8 +429,8 @@ class FitRun:
             rates = rows / seconds, tokens / seconds
             self._warn_of(number, ranks[0])
             is_skipped = bool(ranks[0].skipped)
-            told.append(FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped))
-        return told
+            noted.append(FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped))
+        return noted
 
     def _tell_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_end: bool) -> None:
         """Evaluate if that is due, and report steps to the bar and the callbacks.
@@ -465,8 +491,8 @@ class FitRun:
         begun = time.monotonic()
         options, number, path = self.options, self._place.num_steps, self._save_path
         # Where the loss or the gradient is NaN, the weights may be, too: good saves are not removed for them.
-        told = {} if self._last is None else self._last.metrics
-        is_finite = all(math.isfinite(told.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        metrics = {} if self._last is None else self._last.metrics
+        is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         keep_last = options.keep_last if is_finite else None
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
         self.save(path, overwrite=True, keep_last=keep_last, async_save=in_background)

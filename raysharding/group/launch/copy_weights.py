@@ -62,7 +62,7 @@ _paths: list[WeightPath] = []
 def submit_copy(
     source: Client, target: Client, *, merge: bool, staged: bool, refused_beside: Mapping[str, str]
 ) -> Call:
-    """Submit a copy to both groups; see `ShardedModelGroup.copy_to`.
+    """Submit a copy of weights to both groups.
 
     Args:
         source: The group that the weights come from.

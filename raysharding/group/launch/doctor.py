@@ -26,7 +26,7 @@ def diagnose(address: str | None = None, port_range: tuple[int, int] | None = No
     Args:
         address: The cluster. Default: the one that `ray.init()` finds or starts. A cluster that is joined here is left
             at the end.
-        port_range: As groups will have it; see `Placement`.
+        port_range: Ports of rank 0's store, as `Placement` gives them to groups.
 
     Raises:
         PlacementError: The cluster does not answer.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from raysharding.group.cluster import (
     warn,
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, is_by_config, open_spec
 from raysharding.group.launch.start_controller import (
     find_controller,
     note_own_group,
@@ -82,13 +82,11 @@ class RunningGroup:
         return spec
 
 
-def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
-    """Make a group; see `ShardedModelGroup.from_checkpoint`.
-
-    Args:
-        spec: The group's spec.
-        replaces: True to shut down the group that has the name.
-    """
+def launch(options: Mapping[str, Any]) -> RunningGroup:
+    """Make a group from the arguments of `ShardedModelGroup.from_checkpoint`."""
+    if options["replace"] and options["name"] is None:
+        raise ValueError("replace=True without name=: give the name of the group to replace, such as name='llama'")
+    spec = GroupSpec.of(options)
     # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
     with UndoOnInterrupt():
         clock = StartClock()
@@ -100,7 +98,7 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
         clock.end("checkpoint" if not is_checked else "checkpoint, model checked")
         connect()
         clock.end("cluster")
-        controller = start_controller(spec, replace=replaces)
+        controller = start_controller(spec, replace=options["replace"])
         client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
         try:
             attaching = client.connection.begin_attach(makes=True)
@@ -119,7 +117,7 @@ def launch(spec: GroupSpec, *, replaces: bool = False) -> RunningGroup:
 
 
 def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
-    """Join a named group; see `ShardedModelGroup.attach`."""
+    """Join the drivers of a named group."""
     if name is None:
         raise ValueError("name=None: give the name of a group")
     check_name(name)
@@ -207,9 +205,9 @@ def start_plan(
         spec: The group's spec.
         device_type: Type of the ranks' devices.
         world_size: Number of ranks.
-        paths: See `StartPlan`.
-        node_ids: See `StartPlan`.
-        imports: See `StartPlan`.
+        paths: Files of the checkpoint; rank 0 runs on a node that sees them.
+        node_ids: Nodes that get one rank without resources each, instead of a placement group.
+        imports: Arguments of the ranks' `import_code`; `None` for a model of the user's own code.
     """
     access = spec.hub_access()
     return StartPlan(
@@ -233,9 +231,9 @@ def start_plan(
 
 def _imports(opened: Opened) -> tuple[str | None, bytes] | None:
     """Return the arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
-    model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
-    if model is not None and not isinstance(model, str):
+    if not is_by_config(opened.model):
         return None
+    model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
     return model, replace(opened.base, files=(), tensors={}).to_json()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from raysharding.config import Timeouts
 from raysharding.distributed.footprint import (
     Footprint,
     footprints,
@@ -147,9 +148,10 @@ _ANSWER_S = 15.0
 """Longest wait, in seconds, for the facts of the nodes; a worker process may have to start on a node first."""
 
 
-def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
-    """Plan a group; see `ShardedModelGroup.plan`."""
-    spec = replace(spec, timeouts=replace(spec.timeouts, start_s=_ANSWER_S))
+def plan_group(options: Mapping[str, Any]) -> GroupPlan:
+    """Plan a group from the arguments of `ShardedModelGroup.plan`."""
+    nodes: Sequence[NodeCapacity] | None = options["nodes"]
+    spec = replace(GroupSpec.of(options), timeouts=Timeouts(start_s=_ANSWER_S))
     spec, opened, has_cluster = open_spec(spec, alone=nodes is not None)
     base, adapters = opened.base, opened.adapters
     if nodes is None:
@@ -255,15 +257,15 @@ def _short(node: NodePlan, per_gpu: int) -> list[str]:
 
 def _notes(spec: GroupSpec, ranks: Sequence[RankPlan], nodes: Sequence[NodePlan], device_type: str) -> list[str]:
     left_out = "activations, the batch and its outputs, and a background save's copies of the shards"
-    notes = [f"{left_out} are left out: they depend on what you run"]
+    context = ", a device context" * (device_type != "cpu")
+    notes = [
+        f"{left_out} are left out: they depend on what you run",
+        f"estimates: the process of each rank, gathered parameters{context}",
+    ]
     if spec.optimizer is None:
         notes.append("no optimizer: forward only; give optimizer= to count gradients and optimizer state")
     elif any(one.footprint.optimizer_bytes is None for one in ranks):
-        what = f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values"
-        notes.append(what)
-    notes.append(
-        "estimates: the process of each rank, gathered parameters" + ", a device context" * (device_type != "cpu")
-    )
+        notes.append(f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values")
     if spec.loading.mmap:
         notes.append("mmap=True: parameters are pages of the files until they are written, and may take less")
     for node in nodes:

@@ -154,24 +154,20 @@ def check_interfaces(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         return
     for node in nodes:
         name = node.chosen_interface or node.interface
-        owner = f"node {node.node_ip}"
-        if node.chosen_interface is not None and _is_loopback_name(node.chosen_interface):
+        is_loopback = name is not None and name.split(",")[0].strip() == "lo"
+        if node.chosen_interface is not None and is_loopback:
+            what = f"GLOO_SOCKET_IFNAME={name} is the loopback interface"
             cure = "unset GLOO_SOCKET_IFNAME there, or set it to the interface that the other nodes reach"
-            yield _unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure)
-        elif ipaddress.ip_address(node.node_ip).is_loopback or (name is not None and _is_loopback_name(name)):
+        elif is_loopback or ipaddress.ip_address(node.node_ip).is_loopback:
+            what = f"its address is the loopback interface's ({name or 'lo'})"
             cure = "start Ray there with --node-ip-address=<address that the other nodes reach>"
-            yield _unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure)
         elif name is None:
+            what = "no network interface owns that address"
             cure = "set GLOO_SOCKET_IFNAME there, or start Ray with an address of one of its interfaces"
-            yield _unreachable(f"{owner}: no network interface owns that address", cure)
-
-
-def _is_loopback_name(interface: str) -> bool:
-    return interface.split(",")[0].strip() == "lo"
-
-
-def _unreachable(what: str, cure: str) -> Finding:
-    return Finding(True, "interface", f"{what}, which no other node of the group can reach: {cure}")
+        else:
+            continue
+        what = f"node {node.node_ip}: {what}, which no other node of the group can reach"
+        yield Finding(True, "interface", f"{what}: {cure}")
 
 
 def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> Iterator[Finding]:
@@ -181,15 +177,15 @@ def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> Iterator[Findi
         nodes: Facts of the nodes.
         dashboard: Address of the dashboard, from `dashboard_url`.
     """
-    open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
-    if open_nodes:
-        cure = (
-            "on every node run `ray get-auth-token --generate` once (and copy ~/.ray/auth_token), export "
-            "RAY_AUTH_MODE=token, and restart the cluster"
-        )
-        where = ", ".join(dict.fromkeys(open_nodes))
-        yield Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}")
-    if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
+    where = ", ".join(dict.fromkeys(node.node_ip for node in nodes if not node.has_token_auth))
+    if not where:
+        return
+    cure = (
+        "on every node run `ray get-auth-token --generate` once (and copy ~/.ray/auth_token), export "
+        "RAY_AUTH_MODE=token, and restart the cluster"
+    )
+    yield Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}")
+    if dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
         what = f"the dashboard at {dashboard} accepts jobs from anyone who reaches it"
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
         yield Finding(False, "security", f"{what}: {cure}")
@@ -224,7 +220,7 @@ class Preflight:
         self.findings: list[Finding] = []
         """Findings of these checks, and of others."""
         self.ports: list[str] = []
-        """See `PreflightReport`."""
+        """Who listened where, in words."""
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
         self._nodes: dict[str, NodeFacts] = {}
         self._link: LinkTimes | None = None

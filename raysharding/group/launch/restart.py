@@ -47,7 +47,7 @@ class RestartReport(Report):
 def restart(
     running: RunningGroup, *, checkpoint: str | None, world_size: int | None, claim: tuple[str, str] | None = None
 ) -> RestartReport:
-    """Restart a group; see `ShardedModelGroup.restart`.
+    """Replace a group's ranks by new ones, with its newest files or those of a checkpoint.
 
     Args:
         running: The group, whose spec and facts become those of the new ranks.

@@ -14,7 +14,7 @@ from raysharding.group.messages import BegunSave
 
 
 def submit_save(running: RunningGroup, to: Destination, optimizer: bool, async_save: bool, is_origin: bool) -> Call:
-    """Submit a save; see `ShardedModelGroup.save`.
+    """Submit a save of the group, under a new token.
 
     Args:
         running: The group.
@@ -41,13 +41,13 @@ def submit_save(running: RunningGroup, to: Destination, optimizer: bool, async_s
 
 
 def submit_load(running: RunningGroup, path: str, revision: str | None, refused_beside: Mapping[str, str]) -> Call:
-    """Submit a load; see `ShardedModelGroup.load`.
+    """Submit a load into the group.
 
     Args:
         running: The group.
         path: Path, URI or hub id.
         revision: Revision of a hub id.
-        refused_beside: See `Submission`.
+        refused_beside: Kind of a claim → why the load is refused while another holds such a claim.
     """
     client, target = running.client, normal_path(locate(path, revision))
     return client.submit_same(

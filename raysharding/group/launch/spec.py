@@ -17,7 +17,7 @@ import ray
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int
+from raysharding.arguments import check_int, for_fields
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
 from raysharding.checkpoint.storage import HubAccess, HubPath, access_to, is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
@@ -26,6 +26,12 @@ from raysharding.group.calls import ProgressOption
 from raysharding.group.cluster import ask_nodes, check_name, join_announced
 from raysharding.group.messages import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
+
+
+def is_by_config(model: Any) -> bool:
+    """Return True if config.json says how the model is built, and not the user's own code."""
+    source = model.model if isinstance(model, Adapted) else model
+    return source is None or isinstance(source, str)
 
 
 def check_model(model: Any) -> None:
@@ -44,7 +50,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, Adapted):
         check_model(model.model)
         return
-    if model is not None and not isinstance(model, str) and not callable(model):
+    if not is_by_config(model) and not callable(model):
         raise ValueError(f"model={model!r}: give None, the name of a transformers auto class, or a callable")
     pack(model, "model")
 
@@ -94,7 +100,7 @@ class GroupSpec:
     max_output_bytes: int = 2 << 30
     """Cap on the bytes that one rank sends back for one call."""
     progress: ProgressOption = None
-    """See `from_checkpoint`."""
+    """True to show a bar; `None`: in a terminal or notebook; or a callable of bytes done and bytes in total."""
     name: str | None = None
     """Name of a group that outlives its driver; `None` for a group that does not."""
     preflight: bool = True
@@ -112,6 +118,17 @@ class GroupSpec:
 
     token: str = field(default_factory=lambda: secrets.token_hex(3))
     """Tells groups without a name apart; a restart keeps it."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the spec of the arguments of `from_checkpoint` or `plan`."""
+        fields = {name: value for name, value in for_fields(cls, options).items() if value is not None}
+        fields["checkpoint"] = os.fspath(options["checkpoint"])
+        if options["base"] is not None:
+            fields["base"] = os.fspath(options["base"])
+        if options["peft_config"] is not None:
+            fields["model"] = Adapted.of(options["model"], options["peft_config"])
+        return cls(**fields)
 
     @property
     def title(self) -> str:
@@ -158,12 +175,9 @@ class GroupSpec:
     def _check_random(self) -> None:
         if type(self.random_weights) is not bool:
             raise ValueError(f"random_weights={self.random_weights!r}: give True or False")
-        if self.config_overrides is None:
-            return
-        if not isinstance(self.config_overrides, Mapping):
+        if not isinstance(self.config_overrides, Mapping | None):
             raise ValueError(f"config_overrides={self.config_overrides!r}: give a mapping, {{'num_hidden_layers': 2}}")
-        source = self.model.model if isinstance(self.model, Adapted) else self.model
-        if source is not None and not isinstance(source, str):
+        if self.config_overrides is not None and not is_by_config(self.model):
             raise ValueError("config_overrides with a callable model, which does not read config.json: leave one out")
 
     def located(self) -> Self:
@@ -357,8 +371,7 @@ def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
         PlanError: There is no such model, or it does not fit the checkpoint; the error lists every mismatch.
     """
     model, adapters = opened.model, opened.adapters
-    source = model.model if isinstance(model, Adapted) else model
-    if source is not None and not isinstance(source, str):
+    if not is_by_config(model):
         return
     try:
         module = fitted_module(model, opened.base, loading)

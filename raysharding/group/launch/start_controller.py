@@ -62,7 +62,7 @@ def own_groups() -> tuple[str, ...]:
 def start_controller(spec: GroupSpec, *, replace: bool = False) -> Any:
     """Start the controller of a new group, and return its handle; does not wait until its process runs.
 
-    It takes no CPU, and runs on the driver's node, or on one that could hold ranks (see `_home`), or in the user's
+    It takes no CPU, and runs on the driver's node, or on one that could hold ranks, or in the user's
     placement group. The owner's death ends it: Ray
     ends an actor with the driver that made it. One that was made by another actor, or by a task, is detached, because
     Ray would keep its placement group until the end of the job; it ends itself when its owner has died. That of a named

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,19 @@ import torch
 from raysharding import CallCancelledError, FitStep, GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group
-from tests.group.fit.test_fit import ADAMW, BATCH, alone, collate, fit, regression
+from tests.group.fit.test_fit import (
+    ADAMW,
+    BATCH,
+    alone,
+    collate,
+    few_steps_a_call,
+    fit,
+    fresh,
+    regression,
+    trained,
+)
+
+__all__ = ["few_steps_a_call", "fresh", "trained"]
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -62,19 +74,6 @@ class Once:
                 self.results.append(self._does.pop(0)())
             except GroupError as error:
                 self.results.append(error)
-
-
-@pytest.fixture(scope="module")
-def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
-    with make_group(checkpoint) as group:
-        yield group
-
-
-@pytest.fixture
-def fresh(trained: ShardedModelGroup, checkpoint: Path) -> ShardedModelGroup:
-    trained.load(checkpoint)
-    trained.set_optimizer(ADAMW)
-    return trained
 
 
 def test_a_second_fit_of_another_thread_is_refused(fresh: ShardedModelGroup) -> None:
@@ -172,9 +171,10 @@ def test_evaluations_of_several_threads_keep_their_own_data(fresh: ShardedModelG
     assert all(one["num_rows"] == 50 for some in found for one in some)
 
 
+@pytest.mark.usefixtures("few_steps_a_call")
 @pytest.mark.parametrize("who", ["callback", "thread"])
 def test_an_interrupt_ends_the_run(fresh: ShardedModelGroup, who: str) -> None:
-    expected = alone(fresh.state_dict(), ROWS, 30)
+    expected = alone(fresh.state_dict(), ROWS, 10)
 
     def stop(step: FitStep) -> None:
         if step.num_steps != 20:
@@ -185,10 +185,10 @@ def test_an_interrupt_ends_the_run(fresh: ShardedModelGroup, who: str) -> None:
             threading.Thread(target=fresh.interrupt, daemon=True).start()
 
     with pytest.raises(CallCancelledError):
-        fit(fresh, ROWS, epochs=30, callbacks=[stop])
+        fit(fresh, ROWS, epochs=10, callbacks=[stop])
     assert fresh.state is GroupState.READY
-    report = fit(fresh, ROWS, epochs=30, resume=True)
-    assert 20 <= report.first_step < report.num_steps == 240
+    report = fit(fresh, ROWS, epochs=10, resume=True)
+    assert 20 <= report.first_step < report.num_steps == 80
     assert report.history["loss"] == pytest.approx(expected[report.first_step :], abs=1e-4)
 
 

@@ -26,7 +26,6 @@ from raysharding import (
     GroupError,
     LoadReport,
     ShardedModelGroup,
-    Sharding,
     Split,
     current_worker,
 )
@@ -41,13 +40,15 @@ from tests.group.fit.test_fit import (
     collate,
     few_steps_a_call,
     fit,
+    fresh,
     parquet,
     regression,
     rows,
+    trained,
     undisturbed,
 )
 
-__all__ = ["few_steps_a_call", "parquet", "rows", "undisturbed"]
+__all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained", "undisturbed"]
 
 pytestmark = [pytest.mark.usefixtures("cluster", "few_steps_a_call"), pytest.mark.timeout(180)]
 
@@ -72,11 +73,12 @@ def train(group: ShardedModelGroup) -> None:
     group.train_step(Split(torch.ones(4, 8)), loss=loss)
 
 
-def test_what_is_in_no_file_is_saved_first(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+def test_what_is_in_no_file_is_saved_first(
+    fresh: ShardedModelGroup, checkpoint: Path, parquet: Path, tmp_path: Path
+) -> None:
     """A restart goes back to files: steps that were taken before the run must be in some."""
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        train(group)
-        whole = fit(group, parquet).history["loss"]
+    train(fresh)
+    whole = fit(fresh, parquet).history["loss"]
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
         train(group)
         with pytest.raises(ValueError, match="a restart would lose that"):
@@ -100,22 +102,21 @@ def noisy_collate() -> Callable[..., Any]:
     return make
 
 
-def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Path) -> None:
+def test_generators_go_back_to_where_the_run_began(fresh: ShardedModelGroup, checkpoint: Path, parquet: Path) -> None:
     """Where no save was made yet, and the checkpoint that is loaded again knows nothing of them."""
 
     def seed() -> None:
         torch.manual_seed(5 + current_worker().rank)
 
+    options: dict[str, Any] = {"epochs": 4, "collate_fn": noisy_collate()}
+    fresh.call(seed)
+    whole = fit(fresh, parquet, **options).history["loss"]
     killer = Killer(3, 1)
-    histories = []
-    for callbacks in ([], [killer]):
-        with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
-            group.call(seed)
-            killer.group = group if callbacks else None
-            report = fit(group, parquet, epochs=4, collate_fn=noisy_collate(), callbacks=callbacks)
-            assert report.num_restarts == len(callbacks)
-            histories.append(report.history["loss"])
-    assert histories[1] == pytest.approx(histories[0], abs=1e-4)
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as killer.group:
+        killer.group.call(seed)
+        report = fit(killer.group, parquet, **options, callbacks=[killer])
+    assert report.num_restarts == 1
+    assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["files", pytest.param("dataset", marks=pytest.mark.full)])
@@ -214,36 +215,6 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
         assert [own for own, _ in told] == pytest.approx([expected for _, expected in told], abs=1e-4)
 
 
-@pytest.mark.full
-def test_a_save_that_a_callback_makes_is_gone_on_from(
-    checkpoint: Path, parquet: Path, undisturbed: list[float], tmp_path: Path
-) -> None:
-    """Callbacks hear of many quick steps at once: what they save bears the place that it is of."""
-    killer = Killer(12, 0)
-    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
-
-        def save(step: FitStep) -> None:
-            if step.num_steps == 1:
-                group.save(tmp_path / "mine", overwrite=True)
-
-        killer.group = group
-        report = fit(group, parquet, epochs=4, callbacks=[save, killer])
-        assert report.num_restarts == 1
-        assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
-
-
-@pytest.mark.full
-def test_replicas_save_in_the_background_and_go_on(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
-    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
-    killer = Killer(12, 1)
-    with make_group(checkpoint, max_restarts=1, **hsdp) as group:
-        killer.group = group
-        saves: dict[str, Any] = {"save_to": tmp_path, "save_every": 5, "keep_last": 2, "async_save": True}
-        report = fit(group, parquet, epochs=4, callbacks=[killer], **saves)
-        assert report.num_restarts == 1
-    assert sorted(os.listdir(tmp_path)) == ["step-30", "step-32"]
-
-
 def slow_writes(seconds: float) -> Callable[[], None]:
     """Pickles by value: makes this rank's disk slow."""
 
@@ -278,20 +249,21 @@ def test_a_lost_save_is_made_again(checkpoint: Path, parquet: Path, tmp_path: Pa
         assert group.load_report.num_tensors == 4
 
 
-def test_saves_of_another_run_are_left_alone(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        fit(group, parquet, save_to=tmp_path / "one", save_every=4)
-        group.load(checkpoint)
-        fit(group, parquet, save_to=tmp_path / "two", save_every=4)
-        with pytest.raises(CheckpointError, match="one: holds step-4 of another run"):
-            fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "one", keep_last=1)
-        assert group.state is GroupState.READY
-        assert sorted(os.listdir(tmp_path / "one")) == ["step-4", "step-8"]
-        (tmp_path / "two" / "step-4" / "eval.json").write_text("[]")
-        fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "two", keep_last=1)
-        assert sorted(os.listdir(tmp_path / "two")) == ["step-16", "step-4"]
-        assert os.listdir(tmp_path / "two" / "step-4") == ["eval.json"], "no save of another run"
-        fit(group, parquet, epochs=3, resume=True, save_to=tmp_path / "two", keep_last=1)
+def test_saves_of_another_run_are_left_alone(
+    fresh: ShardedModelGroup, checkpoint: Path, parquet: Path, tmp_path: Path
+) -> None:
+    fit(fresh, parquet, save_to=tmp_path / "one", save_every=4)
+    fresh.load(checkpoint)
+    fit(fresh, parquet, save_to=tmp_path / "two", save_every=4)
+    with pytest.raises(CheckpointError, match="one: holds step-4 of another run"):
+        fit(fresh, parquet, epochs=2, resume=True, save_to=tmp_path / "one", keep_last=1)
+    assert fresh.state is GroupState.READY
+    assert sorted(os.listdir(tmp_path / "one")) == ["step-4", "step-8"]
+    (tmp_path / "two" / "step-4" / "eval.json").write_text("[]")
+    fit(fresh, parquet, epochs=2, resume=True, save_to=tmp_path / "two", keep_last=1)
+    assert sorted(os.listdir(tmp_path / "two")) == ["step-16", "step-4"]
+    assert os.listdir(tmp_path / "two" / "step-4") == ["eval.json"], "no save of another run"
+    fit(fresh, parquet, epochs=3, resume=True, save_to=tmp_path / "two", keep_last=1)
     assert sorted(os.listdir(tmp_path / "two")) == ["step-24", "step-4"]
 
 
@@ -325,20 +297,19 @@ def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parq
 
 
 @pytest.mark.full
-def test_rows_in_other_blocks_are_other_data(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+def test_rows_in_other_blocks_are_other_data(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
     """A random order hangs on the sizes of row groups; in order, rows are rows."""
     table = pq.read_table(parquet)
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=20)
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        fit(group, parquet, shuffle=True, max_steps=3)
-        with pytest.raises(DataError, match="had layout="):
-            fit(group, tmp_path / "rows.parquet", shuffle=True, resume=True)
-        fit(group, parquet, max_steps=3)
-        assert fit(group, tmp_path / "rows.parquet", resume=True).num_steps == 8
+    fit(fresh, parquet, shuffle=True, max_steps=3)
+    with pytest.raises(DataError, match="had layout="):
+        fit(fresh, tmp_path / "rows.parquet", shuffle=True, resume=True)
+    fit(fresh, parquet, max_steps=3)
+    assert fit(fresh, tmp_path / "rows.parquet", resume=True).num_steps == 8
 
 
 @pytest.mark.full
-def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> None:
+def test_a_dataset_comes_in_its_own_order(fresh: ShardedModelGroup, checkpoint: Path) -> None:
     """Blocks whose tasks end in another order are trained on in theirs."""
     data = pytest.importorskip("ray.data")
 
@@ -351,21 +322,14 @@ def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> No
 
         return slow_first
 
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        seen: list[int] = []
+    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {"input": torch.ones(len(rows), 8), "target": torch.tensor([float(row["id"]) for row in rows])}
 
-        def note() -> Callable[..., Any]:
-            def make(rows: list[Any]) -> dict[str, torch.Tensor]:
-                return {"input": torch.ones(len(rows), 8), "target": torch.tensor([float(row["id"]) for row in rows])}
-
-            return make
-
-        dataset = data.range(40, override_num_blocks=4).map_batches(backwards())
-        expected = fit(group, [{"id": number} for number in range(40)], batch_size=8, collate_fn=note()).history["loss"]
-        group.load(checkpoint)
-        group.set_optimizer(ADAMW)
-        assert fit(group, dataset, batch_size=8, collate_fn=note()).history["loss"] == pytest.approx(expected, rel=1e-5)
-        assert not seen
+    dataset = data.range(40, override_num_blocks=4).map_batches(backwards())
+    expected = fit(fresh, [{"id": number} for number in range(40)], batch_size=8, collate_fn=make).history["loss"]
+    fresh.load(checkpoint)
+    fresh.set_optimizer(ADAMW)
+    assert fit(fresh, dataset, batch_size=8, collate_fn=make).history["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 class Closing:

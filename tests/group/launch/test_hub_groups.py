@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -208,15 +209,12 @@ for given, options in (("org/lama", {{}}), ("{ID}", {{"revision": "v9"}}), ("/x"
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True, env=env
     )
-    lines = [line.split("|") for line in ran.stdout.splitlines()]
-    assert [line[0] for line in lines] == [
-        "CheckpointError",
-        "CheckpointError",
-        "ValueError",
-        "ValueError",
-        "CheckpointError",
-    ]
-    assert [line[-1] for line in lines] == ["False"] * 5
-    wanted = ["no such model", "no revision 'v9'", "leave the revision out", "did you mean 'num_hidden_layers'"]
-    wanted.append("no such file or directory")
-    assert all(text in line[1] for text, line in zip(wanted, lines, strict=True))
+    wanted = (
+        "CheckpointError.*no such model",
+        "CheckpointError.*no revision 'v9'",
+        "ValueError.*leave the revision out",
+        "ValueError.*did you mean 'num_hidden_layers'",
+        "CheckpointError.*no such file or directory",
+    )
+    for pattern, line in zip(wanted, ran.stdout.splitlines(), strict=True):
+        assert re.fullmatch(rf"{pattern}.*\|False", line)

@@ -61,8 +61,8 @@ def held_bytes() -> Callable[[], dict[str, int]]:
         reshard(worker.module)
         tensors = [value for state in worker.optimizer.state.values() for value in state.values()]
         return {
-            "parameters": sum(local_tensor(tensor).nbytes for tensor in worker.module.parameters()),
-            "buffers": sum(tensor.nbytes for tensor in worker.module.buffers()),
+            "parameter": sum(local_tensor(tensor).nbytes for tensor in worker.module.parameters()),
+            "buffer": sum(tensor.nbytes for tensor in worker.module.buffers()),
             "optimizer": sum(local_tensor(tensor).nbytes for tensor in tensors if tensor is not None),
         }
 
@@ -78,17 +78,11 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+HSDP = Sharding(replicate_size=2, ignored_modules="plain")
 IN_BF16 = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.* trained parameters are stored in torch.bfloat16")]
 CASES: list[Any] = [
     pytest.param(3, Sharding(), None, torch.optim.AdamW, id="uneven"),
-    pytest.param(
-        4,
-        Sharding(replicate_size=2, ignored_modules="plain"),
-        torch.bfloat16,
-        torch.optim.AdamW,
-        id="hsdp",
-        marks=IN_BF16,
-    ),
+    pytest.param(4, HSDP, torch.bfloat16, torch.optim.AdamW, id="hsdp", marks=IN_BF16),
     pytest.param(2, Sharding(wrap=["Linear"]), torch.float64, SGD, id="sgd", marks=pytest.mark.full),
     pytest.param(7, Sharding(), torch.bfloat16, torch.optim.Adagrad, id="empty-shards", marks=IN_BF16),
 ]
@@ -111,15 +105,8 @@ def test_a_group_holds_what_its_plan_says(
     with make_group(uneven, **options) as group:
         group.train_step(Split(rows), loss=mean_of_output())
         held = group.call(held_bytes())
-    planned = [
-        {
-            "parameters": one.footprint.parameter_bytes,
-            "buffers": one.footprint.buffer_bytes,
-            "optimizer": one.footprint.optimizer_bytes,
-        }
-        for one in plan.ranks
-    ]
-    assert planned == held
+    parts = ("parameter", "buffer", "optimizer")
+    assert [{part: getattr(one.footprint, f"{part}_bytes") for part in parts} for one in plan.ranks] == held
     assert plan.fits, plan
 
 
@@ -147,13 +134,15 @@ def test_a_plan_says_which_resource_is_short_where(checkpoint: Path) -> None:
 
 def test_a_plan_adds_up_the_ranks_of_a_gpu(tmp_path: Path) -> None:
     save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})
-    nodes = [NodeCapacity("a", 64, 2, 512 * GIB, 24 * GIB)]
 
-    def planned(gpus_per_rank: float) -> GroupPlan:
-        options: dict[str, Any] = {"model": one_linear(), "sharding": Sharding(wrap="none")}
+    def planned(gpus_per_rank: float, gpus: float = 2, **options: Any) -> GroupPlan:
+        nodes = [NodeCapacity("a", 64, gpus, 512 * GIB, 24 * GIB)]
+        options |= {"model": one_linear(), "sharding": Sharding(wrap="none")}
         placement = Placement(gpus_per_rank=gpus_per_rank)
         return ShardedModelGroup.plan(tmp_path, nodes=nodes, placement=placement, **options)
 
+    part = planned(0.4, 0.4, world_size=1)
+    assert (part.device, len(part.nodes[0].ranks)) == ("cuda", 1), "what others left of a GPU counts"
     whole, shared = planned(1.0), planned(0.4)
     assert (whole.world_size, shared.world_size) == (2, 4)
     assert whole.fits, whole
@@ -161,14 +150,6 @@ def test_a_plan_adds_up_the_ranks_of_a_gpu(tmp_path: Path) -> None:
     assert shared.nodes[0].device_bytes == sum(one.device_bytes for one in shared.ranks[:2])
     (short,) = shared.shortages
     assert short.startswith("a: GPU memory: 2 ranks that share a GPU need "), short
-
-
-def test_a_plan_of_what_others_left_of_gpus_is_one_for_gpus(tmp_path: Path) -> None:
-    save_header_only(tmp_path / "model.safetensors", {"weight": (1_750_000, 4000)})
-    nodes = [NodeCapacity("a", 64, 0.4, 512 * GIB, 24 * GIB)]
-    options: dict[str, Any] = {"model": one_linear(), "sharding": Sharding(wrap="none"), "nodes": nodes}
-    found = ShardedModelGroup.plan(tmp_path, placement=Placement(gpus_per_rank=0.4), world_size=1, **options)
-    assert (found.device, len(found.nodes[0].ranks)) == ("cuda", 1)
 
 
 def test_a_plan_for_gpus_that_nobody_has_yet(tmp_path: Path) -> None:
@@ -225,13 +206,9 @@ def test_a_plan_refuses_what_does_not_fit_the_checkpoint(checkpoint: Path) -> No
         ShardedModelGroup.plan(checkpoint, model=make_mlp(), world_size=2, nodes=[], optimizer=broken)
     with pytest.raises(ValueError, match="give world_size"):
         ShardedModelGroup.plan(checkpoint, model=make_mlp(), device="cuda", nodes=[NodeCapacity("a", 4)])
-
-
-@pytest.mark.parametrize(("cpus", "world_size"), [(4, 2), (1, 1)])
-def test_a_plan_counts_ranks_as_a_group_does(checkpoint: Path, cpus: int, world_size: int) -> None:
-    assert (
-        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", cpus)]).world_size == world_size
-    )
+    for cpus, world_size in ((4, 2), (1, 1)):  # as a group chooses
+        plan = ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", cpus)])
+        assert plan.world_size == world_size
 
 
 def another_mlp() -> Callable[[], nn.Module]:

@@ -245,16 +245,16 @@ def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     ranks = [RankInfo(rank, "node", "10.0.0.1", 1, rank, f"cuda:{rank // 2}") for rank in range(4)]
-    on_gpus = [Need(load, 5, free) for load, free in ((9, 20), (9, 19), (4, 20), (4, 20))]
-    needs = [MemoryNeed(Need(0, 0, 1000), one) for one in on_gpus]
-    (training,) = check_memory(ranks, needs)
-    assert not training.is_error
     who = "GPU memory of ranks 0, 1 (together on cuda:0 of node 10.0.0.1): "
-    assert training.message.startswith(f"{who}28 B are needed with gradients and optimizer state, 19 B are free")
-    (short,) = check_memory(ranks, [MemoryNeed(Need(0, 0, 1000), one._replace(load=10, training=0)) for one in on_gpus])
-    assert short.is_error
-    assert short.message.startswith(f"{who}20 B are needed for shards and load, 19 B are free: short by 1 B")
-    assert "Placement(gpus_per_rank=1)" in short.message
+    for load, training, is_error, said in (
+        (9, 5, False, "28 B are needed with gradients and optimizer state, 19 B are free"),
+        (10, 0, True, "20 B are needed for shards and load, 19 B are free: short by 1 B"),
+    ):
+        on_gpus = [Need(load, training, free) for free in (20, 19)] + [Need(4, training, 20)] * 2
+        (finding,) = check_memory(ranks, [MemoryNeed(Need(0, 0, 1000), one) for one in on_gpus])
+        assert finding.is_error is is_error
+        assert finding.message.startswith(f"{who}{said}")
+        assert "Placement(gpus_per_rank=1)" in finding.message
 
 
 def test_gpus_that_a_mask_hides_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
