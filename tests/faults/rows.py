@@ -181,9 +181,9 @@ ROWS = {
     22: Row(
         "a node is removed; the head dies",
         (
-            "tests/cluster/test_lost_hosts.py::test_a_node_that_dies_in_a_call_is_named_at_once",
-            "tests/cluster/test_lost_hosts.py::test_a_node_that_dies_breaks_an_idle_group",
-            "tests/cluster/test_lost_head.py::test_the_head_dies",
+            "tests/cluster/test_unreachable_hosts.py::test_a_node_that_dies_in_a_call_is_named_at_once",
+            "tests/cluster/test_unreachable_hosts.py::test_a_node_that_dies_breaks_an_idle_group_and_gets_ranks_when_it_is_back",
+            "tests/cluster/test_unreachable_hosts.py::test_the_head_dies_under_two_drivers_on_another_host",
         ),
     ),
     23: Row(
@@ -215,8 +215,8 @@ ROWS = {
     26: Row(
         "a network partition between two hosts",
         (
-            "tests/cluster/test_lost_hosts.py::test_a_host_that_is_cut_off_is_a_hang",
-            "tests/cluster/test_lost_hosts.py::test_ranks_that_are_cut_off_for_good_end_themselves",
+            "tests/cluster/test_unreachable_hosts.py::test_a_host_that_is_cut_off_is_a_hang",
+            "tests/cluster/test_unreachable_hosts.py::test_ranks_that_are_cut_off_for_good_end_themselves",
         ),
     ),
     27: Row(
@@ -264,6 +264,6 @@ ROWS = {
     ),
     33: Row(
         "the controller's node is lost, in each phase",
-        ("tests/cluster/test_lost_controller.py::test_a_controller_whose_node_is_lost_names_the_node",),
+        ("tests/cluster/test_unreachable_hosts.py::test_a_controller_whose_node_is_lost_names_the_node",),
     ),
 }
