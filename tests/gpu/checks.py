@@ -30,7 +30,6 @@ from raysharding.distributed import (
 from raysharding.distributed.fully_shard import local_tensor
 from raysharding.distributed.saving import AsyncSaver, Destination
 from raysharding.models import build_module
-from tests.accelerator import fault_checks
 from tests.accelerator.build import load_extension
 from tests.accelerator.fault_checks import batch_of, mean_square
 from tests.distributed.checks import outcome_of
@@ -211,11 +210,6 @@ def check_ranks_on_cpus(root: Path) -> None:
         assert not contexts({os.getpid()})
 
 
-SHARED = (
-    fault_checks.check_offloaded_state,
-    fault_checks.check_labels_of_a_loss_function,
-    fault_checks.check_generator_after_generate,
-)
 CHECKS = (
     check_loads,
     check_replicas,
@@ -224,21 +218,17 @@ CHECKS = (
     check_load_beside_its_floor,
     check_contexts,
 )
-LOSSES = {name: partial(fault_checks.check_loss, name) for name in fault_checks.LOSSES}
-NAMES = (*LOSSES, *(check.__name__ for check in (*SHARED, *CHECKS)))
+NAMES = tuple(check.__name__ for check in CHECKS)
 
 
 def run_all(root: Path) -> dict[str, str]:
     """All checks of a rank; name → traceback."""
-    outcomes = {name: outcome_of(check) for name, check in LOSSES.items()}
-    outcomes |= {check.__name__: outcome_of(partial(check, root / "faults")) for check in SHARED}
-    return outcomes | {check.__name__: outcome_of(partial(check, root)) for check in CHECKS}
+    return {check.__name__: outcome_of(partial(check, root)) for check in CHECKS}
 
 
 def write_checkpoints(root: Path, kind: str) -> None:
     """Write what the checks load."""
     torch.manual_seed(0)
-    (root / "faults").mkdir(parents=True)
-    save_file(fault_checks.make_model().state_dict(), root / "faults" / "model.safetensors")
+    root.mkdir()
     save_file(make_layers().state_dict(), root / "model.safetensors")
     save_file(make_layers(*LARGE[kind]).state_dict(), root / "large.safetensors")

@@ -1,4 +1,4 @@
-"""The checks of `tests.accelerator.fault_checks` that need no simulated device, on two ranks of any: cuda, cpu or sim.
+"""The checks of `tests.accelerator.fault_checks` that need no simulated device, on one and two ranks of any.
 
 `python -m tests.gpu.rank_faults cuda|cpu|sim`.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -49,19 +51,28 @@ def judge_hang(name: str, shares: list[dict[str, float]]) -> str:
     return said
 
 
+def extend(found: list[Any], run: Callable[[], list[Any]]) -> None:
+    """Add what all ranks return."""
+    found.extend(run())
+
+
 def main(device: str) -> int:
     """Number of checks that failed."""
     record = Record.of_this_part()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         save_file(fault_checks.make_model().state_dict(), root / "model.safetensors")
-        outcomes: list[dict[str, str]] = []
-        record.check("W=2: all checks ended", lambda: outcomes.extend(run_ranks(2, run_checks, root, device=device)))
-        for name in outcomes[0] if outcomes else ():
-            record.check(f"W=2: {name.removeprefix('check_').replace('_', ' ')}", partial(judge, name, outcomes))
+        for size in (1, 2):
+            outcomes: list[dict[str, str]] = []
+            run = partial(run_ranks, size, run_checks, root, device=device)
+            record.check(f"W={size}: all checks ended", partial(extend, outcomes, run))
+            for name in outcomes[0] if outcomes else ():
+                record.check(
+                    f"W={size}: {name.removeprefix('check_').replace('_', ' ')}", partial(judge, name, outcomes)
+                )
         shares: list[dict[str, float]] = []
-        hangs = partial(run_ranks, 2, fault_checks.run_hangs, root, device=device)
-        record.check("W=2: all hangs ended", lambda: shares.extend(hangs()))
+        run_hangs = partial(run_ranks, 2, fault_checks.run_hangs, root, device=device)
+        record.check("W=2: all hangs ended", partial(extend, shares, run_hangs))
         for name in shares[0] if shares else ():
             record.check(f"W=2: {name.replace('_', ' ')}", partial(judge_hang, name, shares))
     return record.failures

@@ -48,8 +48,8 @@ tests() { part "$1" 240 pytest -v -p no:cacheprovider -rfE --tb=short tests/gpu/
 tests_cpu() { tests tests-cpus on_cpus; }
 tests_sim() { tests tests-sim sim-4; }
 tests_cuda() { tests tests-1 cuda-1; }
-tests_cuda_2() { tests tests-2 "cuda-2 or hangs"; }
-tests_cuda_more() { tests tests-4 "cuda and not (cuda-1 or cuda-2 or hangs)"; }
+tests_cuda_2() { tests tests-2 cuda-2; }
+tests_cuda_more() { tests tests-4 "cuda and not (cuda-1 or cuda-2)"; }
 
 # One after the other: they have the machine for themselves.
 benchmarks() {
