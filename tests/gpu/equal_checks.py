@@ -20,8 +20,8 @@ from torch import nn
 
 from raysharding import ShardedModelGroup, Sharding, Split, current_worker
 from tests.accelerator.build import load_extension
-from tests.gpu.checks import contexts
 from tests.gpu.driver import NUM_ROWS, alone, batch, cluster, differ, forward, ids, logits, start
+from tests.gpu.rank_checks import contexts
 from tests.gpu.record import Record, Skipped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
