@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment (.venv at the repository root), then runs ruff, mypy and pytest.
-# Usage: bash tests/run.sh [--all] [pytest arguments, e.g. -k plan or -m gpu]
+# Usage: bash tests/run.sh [--all] [pytest arguments, e.g. -k plan]
 # Without --all or a -m of your own, the tests marked `full` are left out: the larger cases of the grids.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

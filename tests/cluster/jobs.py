@@ -11,9 +11,6 @@ from torch import nn
 
 from raysharding import Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import Call
-from raysharding.group.calls import Client
-from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.launch.start_controller import start_controller
 from raysharding.group.ranks import RankInfo
 from tests.clock import now, wait_until
 from tests.forking import runtime_env
@@ -72,16 +69,6 @@ def group() -> ShardedModelGroup:
     """The driver's group."""
     assert _group is not None
     return _group
-
-
-def controllers(number: int) -> list[str]:
-    """Where so many controllers run, one after the other."""
-    found = []
-    for _ in range(number):
-        client = Client(start_controller(GroupSpec("none")), "group", Timeouts(), 0)
-        found.append(client.connection.attach().where)
-        client.shutdown()
-    return found
 
 
 def stop() -> None:

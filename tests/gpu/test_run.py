@@ -80,7 +80,7 @@ def test_a_part_that_has_no_time_left_is_said_to_be_not_reached(tmp_path: Path) 
 
 
 def test_what_parts_leave_in_the_record(tmp_path: Path) -> None:
-    """Killed, failed in a check, failed in pytest: lines of their own, and one of the part."""
+    """Killed, failed in a check, failed by its status: lines of their own, and one of the part."""
 
     def fail() -> None:
         raise ValueError("a\nb\nc\nd")
@@ -94,13 +94,11 @@ def test_what_parts_leave_in_the_record(tmp_path: Path) -> None:
     failed.check("one", fail)
     assert failed.failures == 1
     assert not end(tmp_path, "failed", 9.0, status=0)
-    output = "ours ÷ hand 1.02\narm ÷ hand\nFAILED tests/x.py::test_group[a] - AssertionError: 2\n1 failed\n"
-    (tmp_path / "tests.txt").write_text(output)
-    assert not end(tmp_path, "tests", 9.0, status=1)
+    (tmp_path / "bench.txt").write_text("ours ÷ hand 1.02\narm ÷ hand\n")
+    assert not end(tmp_path, "bench", 9.0, status=1)
     found = json.loads((tmp_path / "record.json").read_text())
     assert lines_of(found, "ok") == ["killed: one"]
     assert lines_of(found, "timed out") == ["killed: two", "killed: all of killed"]
-    expected = ["failed: one", "failed: all of failed", "tests: test_group[a]", "tests: all of tests"]
-    assert lines_of(found, "FAILED") == expected
+    assert lines_of(found, "FAILED") == ["failed: one", "failed: all of failed", "bench: all of bench"]
     assert [line["figure"] for line in found["lines"] if line["what"] == "one"] == ["equal", "ValueError: a | ... | d"]
-    assert lines_of(found, "figure") == ["tests: ours ÷ hand 1.02"]
+    assert lines_of(found, "figure") == ["bench: ours ÷ hand 1.02"]
