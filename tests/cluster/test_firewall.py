@@ -22,6 +22,7 @@ from tests.cluster import jobs
 from tests.cluster.conftest import QUICK, assert_released, joined, rank_pids, require_hosts, save_for
 from tests.cluster.driver import ROOT, Driver
 from tests.cluster.test_ray_client import ROWS, fit
+from tests.docs.blocks import texts_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -32,10 +33,9 @@ FIREWALL = ROOT / "cluster/firewall.nft"
 
 
 def commands(begin: str) -> str:
-    """Return the block of commands of the page that begins so."""
-    found = [block for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if begin in block]
-    assert len(found) == 1, begin
-    return str(found[0])
+    """Return the block of commands of the page that has this."""
+    (found,) = texts_of("docs/pages/network.md", begin)
+    return found
 
 
 def table() -> dict[str, list[str]]:
@@ -74,7 +74,7 @@ def rays(worker_python: Path) -> Iterator[RayHosts]:
     require_hosts("nft")
     with Hosts(3) as hosts:
         for host in hosts:
-            host.run("bash", "-ec", commands("nft -f"))
+            host.run("bash", "-ec", commands("sysctl -w"))
         with RayHosts(list(hosts), cpus_per_host=2, logs_to_driver=False, environment=QUICK) as rays:
             yield rays
 

@@ -21,6 +21,7 @@ from cluster.local.hosts import Hosts
 from tests.cluster.conftest import require_hosts
 from tests.cluster.driver import ROOT
 from tests.cluster.slurm import Slurm, slurm_on
+from tests.docs.blocks import texts_of
 from tests.forking import runtime_env
 
 PAGE = ROOT / "docs" / "pages" / "slurm.md"
@@ -90,12 +91,6 @@ def driver_pid(slurm: Slurm) -> int:
     raise AssertionError("no program on host 0")
 
 
-def firewall_of_the_page() -> str:
-    """The commands that close a node for all but the listed ports."""
-    (found,) = re.findall(r"^```bash\n(sysctl .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return str(found)
-
-
 def submit_as_the_page_says(slurm: Slurm) -> int:
     """The job of the page, with smaller nodes."""
     shutil.copy(SCRIPT, slurm.home)
@@ -120,10 +115,11 @@ def check_the_urgent_job(slurm: Slurm, job: int) -> None:
 @pytest.mark.timeout(480)
 def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path) -> None:
     require_hosts(*COMMANDS, "nft")
+    (firewall,) = texts_of("docs/pages/slurm.md", "sysctl ")
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2))
         for host in hosts:  # before Slurm starts
-            host.run("bash", "-ec", firewall_of_the_page())
+            host.run("bash", "-ec", firewall)
         slurm = stack.enter_context(slurm_on(list(hosts), seen=worker_python.parent, user_signal=False))
         # What a user has in the environment of `sbatch`; a loaded machine takes its time to start Ray.
         slurm.environment |= {"PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "120"}
