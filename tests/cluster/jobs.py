@@ -54,7 +54,7 @@ def start(
     """Make the driver's group, in place of one before; returns its ranks."""
     global _group
     stop()
-    given = {"world_size": 3, "placement": Placement(strategy=strategy, labels=labels)} | options
+    given: dict[str, Any] = {"world_size": 3, "placement": Placement(strategy=strategy, labels=labels)} | options
     _group = ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(width), device="cpu", **given)
     return list(_group.ranks)
 

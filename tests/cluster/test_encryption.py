@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_commands_and_batches_are_on_the_wire_as_ray_is_set(encrypted: bool, tmp
             joined(rays, hosts[0]) as driver,
         ):
             with captured(hosts[1], tmp_path / "wire"):
-                elsewhere = {"world_size": 2, "strategy": "PACK", "labels": {"role": "worker"}}
+                elsewhere: dict[str, Any] = {"world_size": 2, "strategy": "PACK", "labels": {"role": "worker"}}
                 ranks = driver.run(jobs.start, str(tmp_path / "model.safetensors"), **elsewhere)
                 assert {rank.node_ip for rank in ranks} == {hosts[1].address}, "all that is sent passes the wire"
                 driver.run(send)

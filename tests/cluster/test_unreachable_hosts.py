@@ -138,7 +138,7 @@ def test_a_controller_whose_node_is_lost_names_the_node(
     """And the named group comes back on another node, from its newest save, by the driver that has attached."""
     rays, driver = site
     save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")
-    options = {"world_size": 2, "name": "doomed", "labels": {"role": "worker"}}
+    options: dict[str, Any] = {"world_size": 2, "name": "doomed", "labels": {"role": "worker"}}
     timeouts = Timeouts(call_s=60.0, load_stall_s=30.0, drain_s=1.0)
     before = controller_pids()
     with joined(rays, rays.hosts[2]) as maker:
