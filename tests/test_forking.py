@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from pathlib import Path
 
-from tests.clock import now
+from tests.clock import wait_until
 
 
 def test_a_client_that_goes_away_leaves_the_server_alive(worker_python: Path, tmp_path: Path) -> None:
@@ -19,7 +18,4 @@ def test_a_client_that_goes_away_leaves_the_server_alive(worker_python: Path, tm
             client.connect(address)
             client.sendall(sent)
     subprocess.run([worker_python, script], check=True, timeout=30)
-    until = now() + 30
-    while not made.exists():
-        assert now() < until, "no worker was forked"
-        time.sleep(0.05)
+    wait_until(made.exists, 30, "a worker is forked")

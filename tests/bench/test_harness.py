@@ -56,6 +56,7 @@ def test_ranks_go_on_after_an_arm_that_refuses(checkpoint: Path, monkeypatch: py
             ranks.load("alone")
 
 
+@pytest.mark.full
 def test_rank_that_dies_shows_its_log(checkpoint: Path) -> None:
     with (
         no_process_left(),
@@ -75,6 +76,7 @@ def test_rank_that_hangs_is_ended(checkpoint: Path) -> None:
         ranks.load("hangs")
 
 
+@pytest.mark.full
 def test_setup_that_refuses_is_one_error(checkpoint: Path) -> None:
     with (
         no_process_left(),
@@ -93,6 +95,7 @@ def test_ranks_end_when_their_driver_is_killed(checkpoint: Path) -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.full
 def test_rounds(checkpoint: Path) -> None:
     seen: list[Load] = []
     results = Results()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,9 +14,10 @@ from torch import nn
 
 from cluster.local.hosts import Host, Hosts, why_unavailable
 from cluster.local.ray_hosts import CLIENT_PORT, RayHosts
-from tests.clock import now
+from tests.clock import wait_until
 from tests.cluster import jobs
 from tests.cluster.driver import Driver
+from tests.conftest import rank_processes
 
 RELEASE_S = 10.0
 # As docs/pages/cluster.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
@@ -31,11 +30,13 @@ QUICK = {
 """Variables for Ray."""
 
 
-def require_hosts() -> None:
-    """Skip the test where there can be no hosts."""
+def require_hosts(*programs: str) -> None:
+    """Skip the test where there can be no hosts, or where programs are missing."""
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(f"no network namespaces here: {reason}")
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        pytest.skip(f"not found: {', '.join(missing)}; tests/install_debian.sh installs them")
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +59,11 @@ def rays(hosts: Hosts, worker_python: Path) -> Iterator[RayHosts]:
 @pytest.fixture(scope="session")
 def laptop(hosts: Hosts, rays: RayHosts) -> Host:
     """A host without Ray, and without its /tmp/ray and /dev/shm; it reaches the others at Ray Client's port alone."""
-    require_nftables()
+    require_hosts("nft")
     host = hosts[3]
     for place in ("/tmp/ray", "/dev/shm"):
         host.hide(place)
-    _drop_connections(host, "laptop", "output", f"tcp dport != {CLIENT_PORT}")
+    drop_connections(host, "output", f"tcp dport != {CLIENT_PORT}")
     return host
 
 
@@ -79,9 +80,15 @@ def _mislead(host: Host) -> None:
 @pytest.fixture(scope="session")
 def driver(rays: RayHosts) -> Iterator[Driver]:
     """A program on host 0 that has joined the cluster."""
-    with closing(Driver(rays, rays.hosts[0])) as driver:
-        driver.run(jobs.join)
+    with joined(rays, rays.hosts[0]) as driver:
         yield driver
+
+
+def joined(rays: RayHosts, host: Host, **environment: str) -> closing[Driver]:
+    """A program on a host that has joined the cluster."""
+    driver = Driver(rays, host, **environment)
+    driver.run(jobs.join)
+    return closing(driver)
 
 
 @pytest.fixture(scope="session")
@@ -92,60 +99,33 @@ def reference() -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(rays: RayHosts, reference: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(rays: RayHosts, reference: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory that holds `reference` for host 1, and nothing for anybody else."""
-    files, seen = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("checkpoint")
-    save_file(reference.state_dict(), files / "model.safetensors")
-    rays.hosts[1].show_alone(files, seen)
-    return seen
+    return save_for(rays.hosts[1], reference, tmp_path_factory.mktemp("checkpoint"))
+
+
+def save_for(host: Host, module: nn.Module, folder: Path) -> str:
+    """Save a module where one host alone sees it; returns the path."""
+    files, seen = folder / "files", folder / f"seen-{host.index}"
+    for place in (files, seen):
+        place.mkdir()
+    save_file(module.state_dict(), files / "model.safetensors")
+    host.show_alone(files, seen)
+    return str(seen)
 
 
 def rank_pids(host: Host) -> list[int]:
     """Processes of ranks on a host."""
-    found = []
-    for pid in host.pids():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except FileNotFoundError:
-            continue
-        if command.startswith(b"ray::RankActor"):
-            found.append(pid)
-    return found
+    ranks = rank_processes()
+    return [pid for pid in host.pids() if pid in ranks]
 
 
-def assert_released(*hosts: Host, within_s: float = RELEASE_S) -> float:
-    """Wait until the hosts have no ranks; returns how long it took."""
-    begun = now()
-    while left := {host.name: rank_pids(host) for host in hosts if rank_pids(host)}:
-        assert now() - begun < within_s, f"ranks after {within_s:g} s: {left}"
-        time.sleep(0.05)
-    return now() - begun
+def assert_released(*hosts: Host, within_s: float = RELEASE_S) -> None:
+    """Wait until the hosts have no ranks."""
+    wait_until(lambda: not any(rank_pids(host) for host in hosts), within_s, "no ranks are left")
 
 
-def require_nftables() -> None:
-    """Skip the test where there is no packet filter."""
-    if shutil.which("nft") is None:
-        pytest.skip("no nft here: install nftables")
-
-
-def firewall(host: Host) -> None:
-    """Drop what asks this host for a connection at ports from 20,000 on, which ranks need and Ray does not."""
-    _drop_connections(host, "firewall", "input", "tcp dport >= 20000")
-
-
-def _drop_connections(host: Host, table: str, hook: str, which: str) -> None:
+def drop_connections(host: Host, hook: str, which: str) -> None:
     """Drop what asks for a connection over the host's link, and is `which`; others that are open stay."""
     chain = f"type filter hook {hook} priority 0; policy accept; meta {hook[0]}if eth0 tcp flags & (syn | ack) == syn"
-    host.run("nft", f"table inet {table} {{ chain drops {{ {chain} {which} drop; }}; }}")
-
-
-def no_firewall(host: Host) -> None:
-    """Undo `firewall`."""
-    host.run("nft", "delete table inet firewall")
-
-
-def ended(process: subprocess.Popen[bytes], within_s: float) -> float:
-    """Wait for a process; returns how long it took."""
-    begun = now()
-    process.wait(timeout=within_s)
-    return now() - begun
+    host.run("nft", f"table inet drops_{hook} {{ chain drops {{ {chain} {which} drop; }}; }}")

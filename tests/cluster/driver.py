@@ -1,4 +1,4 @@
-"""A driver program on one of several hosts, which runs what a test asks for: functions of `jobs.py`, by name."""
+"""A driver program on one of several hosts, which runs what a test asks for: functions of `jobs.py`, or its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from ray import cloudpickle
 
 from cluster.local.hosts import Host
 from cluster.local.ray_hosts import RayHosts
@@ -28,7 +30,7 @@ class Driver:
 
     def begin(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Begin what `end` waits for."""
-        self._ours.send_bytes(pickle.dumps((job, args, kwargs)))
+        self._ours.send_bytes(cloudpickle.dumps((job, args, kwargs)))
 
     def end(self, timeout_s: float = 200.0) -> Any:
         """Return what the job returned, or raise what it raised."""

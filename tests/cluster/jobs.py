@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from torch import nn
 
-from raysharding import CopyReport, Loading, Placement, ShardedModelGroup, Split, Timeouts, current_worker
+from raysharding import Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import Call
-from raysharding.group.calls import Client
-from raysharding.group.launch.spec import GroupSpec
-from raysharding.group.launch.start_controller import start_controller
 from raysharding.group.ranks import RankInfo
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.forking import runtime_env
-from tests.kernel import Notebook
 
 _group: ShardedModelGroup | None = None
 _call: Call | None = None
 
 
-def join() -> dict[str, str]:
-    """Connect to the cluster; returns address → id of the nodes."""
+def join() -> None:
+    """Connect to the cluster."""
     ray.init(runtime_env=runtime_env())
-    return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def nodes() -> set[str]:
+    """Addresses of the nodes that Ray takes for alive."""
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def await_nodes(number: int) -> None:
@@ -40,10 +34,7 @@ def await_nodes(number: int) -> None:
 
     A node that was killed counts until Ray has given it up: another one at its address would answer for it.
     """
-    until = now() + 30
-    while len([node for node in ray.nodes() if node["Alive"]]) != number:
-        assert now() < until, f"not {number} nodes: {ray.nodes()}"
-        time.sleep(0.1)
+    wait_until(lambda: len([node for node in ray.nodes() if node["Alive"]]) == number, 30, f"{number} nodes are alive")
 
 
 def make_mlp(width: int = 16) -> Callable[[], nn.Module]:
@@ -58,31 +49,20 @@ def make_mlp(width: int = 16) -> Callable[[], nn.Module]:
 
 
 def start(
-    checkpoint: str,
-    *,
-    world_size: int = 3,
-    strategy: Any = "STRICT_SPREAD",
-    width: int = 16,
-    name: str | None = None,
-    labels: dict[str, str] | None = None,
-    cpus_per_rank: float = 1.0,
-    loading: Loading | None = None,
-    timeouts: Timeouts | None = None,
+    checkpoint: str, *, strategy: Any = "STRICT_SPREAD", labels: Any = None, width: int = 16, **options: Any
 ) -> list[RankInfo]:
     """Make the driver's group, in place of one before; returns its ranks."""
     global _group
     stop()
-    _group = ShardedModelGroup.from_checkpoint(
-        checkpoint,
-        model=make_mlp(width),
-        world_size=world_size,
-        device="cpu",
-        name=name,
-        placement=Placement(strategy=strategy, labels=labels, cpus_per_rank=cpus_per_rank),
-        loading=loading,
-        timeouts=timeouts,
-    )
+    given: dict[str, Any] = {"world_size": 3, "placement": Placement(strategy=strategy, labels=labels)} | options
+    _group = ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(width), device="cpu", **given)
     return list(_group.ranks)
+
+
+def attach(name: str, timeouts: Timeouts | None = None) -> None:
+    """Use the group that another driver has made."""
+    global _group
+    _group = ShardedModelGroup.attach(name, timeouts=timeouts)
 
 
 def group() -> ShardedModelGroup:
@@ -91,35 +71,12 @@ def group() -> ShardedModelGroup:
     return _group
 
 
-def controllers(number: int) -> list[str]:
-    """Where so many controllers run, one after the other."""
-    found = []
-    for _ in range(number):
-        client = Client(start_controller(GroupSpec("none")), "group", Timeouts(), 0)
-        found.append(client.connection.attach().where)
-        client.shutdown()
-    return found
-
-
 def stop() -> None:
     """Shut the group down."""
     global _group
     if _group is not None:
         _group.shutdown()
     _group = None
-
-
-def interfaces() -> list[tuple[str, str, list[str]]]:
-    """By rank: gloo's interface; what the host's own name resolves to; the host's interfaces."""
-
-    def look() -> tuple[str, str, list[str]]:
-        import os
-        import socket
-
-        names = [name for _, name in socket.if_nameindex()]
-        return os.environ["GLOO_SOCKET_IFNAME"], socket.gethostbyname(socket.gethostname()), names
-
-    return list(group().call(look))
 
 
 def forward(rows: torch.Tensor) -> torch.Tensor:
@@ -139,33 +96,19 @@ def train(rows: torch.Tensor, targets: torch.Tensor) -> list[dict[str, float]]:
     return [group().train_step(Split(rows), targets=Split(targets), loss=loss) for _ in range(2)]
 
 
-def load(checkpoint: str) -> str:
-    """Load another checkpoint into the group; returns the report's words."""
-    return str(group().load(checkpoint))
+def change() -> None:
+    """Change the weights."""
 
+    def add_one() -> None:
+        import torch
 
-@dataclass
-class LoadSeen:
-    """A load, as the driver saw it."""
+        from raysharding import current_worker
 
-    seconds: float
-    longest_pause_s: float
-    """Longest time without progress."""
-    num_sights: int
-    """How often the bytes had grown."""
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.add_(1.0)
 
-
-def watch_load(checkpoint: str) -> LoadSeen:
-    """Load it again and watch the bytes."""
-    call = group().load.remote(checkpoint)
-    begun = moved = time.monotonic()
-    pause_s, sights, done = 0.0, 0, 0
-    while not call.wait(0.02):
-        if call.progress[0] != done:
-            now_s, done = time.monotonic(), call.progress[0]
-            pause_s, moved, sights = max(pause_s, now_s - moved), now_s, sights + 1
-    call.result()
-    return LoadSeen(time.monotonic() - begun, pause_s, sights)
+    group().call(add_one)
 
 
 def begin_waiting(in_collective: bool) -> None:
@@ -196,44 +139,10 @@ def failure() -> tuple[float, BaseException | None]:
 
 def state_within(state: str, seconds: float) -> tuple[float, str]:
     """Wait until the group is in a state; returns the clock and why it is broken."""
-    until = now() + seconds
-    while group().state.value != state:
-        assert now() < until, f"still {group().state} after {seconds:g} s"
-        time.sleep(0.01)
+    wait_until(lambda: group().state.value == state, seconds, f"the group is {state}", every_s=0.01)
     seen = now()
     try:
         group().forward(torch.ones(1, 8))
     except Exception as error:
         return seen, str(error)
     return seen, ""
-
-
-def run_notebook(notebook: Path, folder: Path, *, replace: tuple[str, str]) -> dict[str, str]:
-    """Run the cells of the example from a kernel on this host; returns the outputs of each, by its id."""
-    # As Ray's jobs pass it: the notebook's own `ray.init` names no environment of workers.
-    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env()})}
-    path = os.pathsep.join((str(notebook.parent), os.environ["PYTHONPATH"]))
-    playing = Notebook(notebook, folder, replace=replace, interrupt=("fit", "fit: step"), restart="attach")
-    return asyncio.run(playing.run(job | {"PYTHONPATH": path}))
-
-
-def copy_between(checkpoint: str, sizes: tuple[int, int], width: int) -> tuple[CopyReport, bool, list[list[str]]]:
-    """Copy changed weights from one new group to another; returns the report, whether they are equal, and the nodes."""
-    options: dict[str, Any] = {"model": make_mlp(width), "device": "cpu"}
-    options["placement"] = Placement(strategy="SPREAD", cpus_per_rank=0.5)
-    with (
-        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[0], **options) as source,
-        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[1], **options) as target,
-    ):
-        source.call(_change)
-        source.copy_to(target)
-        report = source.copy_to(target)
-        mine, theirs = source.state_dict(), target.state_dict()
-        is_equal = all(torch.equal(mine[name], theirs[name]) for name in mine)
-        return report, is_equal, [[info.node_ip for info in one.ranks] for one in (source, target)]
-
-
-def _change() -> None:
-    with torch.no_grad():
-        for parameter in current_worker().module.parameters():
-            parameter.add_(1.0)

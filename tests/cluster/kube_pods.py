@@ -10,12 +10,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from cluster.local.hosts import Host, HostsError
+from cluster.local.hosts import Host
+from tests import clock
 from tests.cluster.kuberay import FOLDER, Manifest, environment
 from tests.cluster.kuberay import quantity as num_bytes
 
@@ -110,20 +110,10 @@ class Pods:
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         own = {**variables, **environment(container, self.secrets)}
         if IMAGE is not None:
-            targets = [
-                "/etc/hosts",
-                "/etc/nsswitch.conf",
-                *(mount["mountPath"] for mount in container.get("volumeMounts", [])),
-            ]
-            run = [
-                "buildah",
-                "run",
-                "--isolation=chroot",
-                "--no-hosts",
-                f"--hostname={host.name}",
-                f"--user={user}:{group}",
-                "--cap-drop=all",
-            ]
+            mounts = (mount["mountPath"] for mount in container.get("volumeMounts", []))
+            targets = ["/etc/hosts", "/etc/nsswitch.conf", *mounts]
+            run = ["buildah", "run", "--isolation=chroot", "--no-hosts", f"--hostname={host.name}"]
+            run += [f"--user={user}:{group}", "--cap-drop=all"]
             run += [f"--volume={target}:{target}" for target in targets]
             run += [f"--env={name}={value}" for name, value in own.items()]
             return host.popen([*run, self._containers[host.name], "--", *command], **options)
@@ -136,8 +126,8 @@ def wait_until(
     condition: Callable[[], object], what: str, within_s: float, log: Path, process: subprocess.Popen[Any]
 ) -> None:
     """Poll while a process runs; a failure shows the end of its log."""
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until or process.poll() is not None:
-            raise HostsError(f"{what} is not so after {within_s:g} s: {log.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.5)
+    try:
+        clock.wait_until(lambda: process.poll() is not None or condition(), within_s, what, every_s=0.5)
+        assert condition(), f"{what}: the process has ended"
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {log.read_text(errors='replace')[-3000:]}") from None

@@ -8,17 +8,15 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cluster.local.hosts import Host, HostsError
-from tests.clock import now
+from tests.clock import wait_until
 
-COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
-DAEMONS = (*COMMANDS[:3], "slurmscriptd")
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 START_S = 60.0
 FREEZER = "/sys/fs/cgroup/freezer"
 
@@ -53,13 +51,6 @@ NodeName={names} CPUs=4 RealMemory=2000 Gres=gpu:2
 PartitionName=normal Nodes={names} Default=YES PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes={names} PriorityTier=2 PreemptMode=OFF
 """
-
-
-def why_unavailable() -> str | None:
-    """Why Slurm cannot run here, or `None`."""
-    path = f"{os.environ['PATH']}:/usr/sbin"
-    missing = [command for command in COMMANDS if shutil.which(command, path=path) is None]
-    return f"not found: {', '.join(missing)}; see tests/install_debian.sh" if missing else None
 
 
 @contextmanager
@@ -147,13 +138,12 @@ class Slurm:
 
     def wait(self, is_so: Callable[[], Any], seconds: float, what: str) -> None:
         """Wait until something is so; else says what the logs of Slurm and of the jobs say."""
-        until = now() + seconds
-        while not is_so():
-            if now() > until:
-                logs = [path for place in (self.folder, self.home) for path in place.glob("*.log")]
-                said = "\n".join(f"{log}: {log.read_text(errors='replace')[-12000:]}" for log in logs)
-                raise AssertionError(f"not after {seconds:g} s: {what}\n{said}")
-            time.sleep(0.2)
+        try:
+            wait_until(is_so, seconds, what, every_s=0.2)
+        except AssertionError as error:
+            logs = [path for place in (self.folder, self.home) for path in place.glob("*.log")]
+            said = "\n".join(f"{log}: {log.read_text(errors='replace')[-12000:]}" for log in logs)
+            raise AssertionError(f"{error}\n{said}") from None
 
     def _separate(self, host: Host) -> None:
         """A /tmp of its own, in which the shared folders have the paths that they have elsewhere."""

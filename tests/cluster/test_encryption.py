@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from cluster.local.ray_hosts import RayHosts
 from raysharding import Split
 from raysharding.units import KIB, MIB
 from tests.cluster import jobs
-from tests.cluster.conftest import require_hosts
-from tests.cluster.driver import Driver
+from tests.cluster.conftest import joined, require_hosts
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240), pytest.mark.usefixtures("worker_python")]
 
@@ -77,29 +76,20 @@ def captured(host: Host, path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
 def test_commands_and_batches_are_on_the_wire_as_ray_is_set(encrypted: bool, tmp_path: Path) -> None:
-    require_hosts()
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl here")
+    require_hosts("openssl")
     save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")
     with Hosts(2) as hosts:
         environment = tls(tmp_path, hosts) if encrypted else {}
-        with RayHosts(list(hosts), cpus_per_host=2, logs_to_driver=False, environment=environment) as rays:
-            driver = Driver(rays, hosts[0])
-            driver.run(jobs.join)
+        with (
+            RayHosts(list(hosts), cpus_per_host=2, logs_to_driver=False, environment=environment) as rays,
+            joined(rays, hosts[0]) as driver,
+        ):
             with captured(hosts[1], tmp_path / "wire"):
-                ranks = driver.run(
-                    jobs.start,
-                    str(tmp_path / "model.safetensors"),
-                    world_size=2,
-                    strategy="PACK",
-                    labels={"role": "worker"},
-                )
-                assert {rank.node_ip for rank in ranks} == {hosts[1].address}, (
-                    "all that the driver sends passes the wire"
-                )
+                elsewhere: dict[str, Any] = {"world_size": 2, "strategy": "PACK", "labels": {"role": "worker"}}
+                ranks = driver.run(jobs.start, str(tmp_path / "model.safetensors"), **elsewhere)
+                assert {rank.node_ip for rank in ranks} == {hosts[1].address}, "all that is sent passes the wire"
                 driver.run(send)
             driver.run(jobs.stop)
-            driver.close()
     wire = (tmp_path / "wire").read_bytes()
     assert len(wire) > 2 * LARGE
     assert [name for name, marker in MARKERS.items() if marker in wire] == ([] if encrypted else list(MARKERS))

@@ -9,33 +9,33 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from cluster.local.hosts import Host, Hosts
 from cluster.local.ray_hosts import RayHosts
-from raysharding import CallTimeoutError, GroupError, Placement, RendezvousError, ShardedModelGroup, Timeouts
+from raysharding import CallTimeoutError, GroupError, Placement, RendezvousError, Timeouts
 from tests.cluster import jobs
-from tests.cluster.conftest import QUICK, assert_released, rank_pids, require_hosts, require_nftables
+from tests.cluster.conftest import QUICK, assert_released, joined, rank_pids, require_hosts, save_for
 from tests.cluster.driver import ROOT, Driver
 from tests.cluster.test_ray_client import ROWS, fit
+from tests.docs.blocks import texts_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 PAGE = (ROOT / "docs/pages/network.md").read_text()
+PLACEMENT = Placement(strategy="STRICT_SPREAD", port_range=(29500, 29599))
+"""The page's: a rank on each host."""
 FIREWALL = ROOT / "cluster/firewall.nft"
 
 
 def commands(begin: str) -> str:
-    """Return the block of commands of the page that begins so."""
-    found = [block for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if begin in block]
-    assert len(found) == 1, begin
-    return str(found[0])
+    """Return the block of commands of the page that has this."""
+    (found,) = texts_of("docs/pages/network.md", begin)
+    return found
 
 
 def table() -> dict[str, list[str]]:
@@ -55,29 +55,6 @@ def options(command: str) -> set[str]:
     return set(re.findall(r"--[a-z-]*port[= ]\d+", command))
 
 
-def start(checkpoint: str, *, name: str | None = None, timeouts: Timeouts) -> None:
-    """Make the driver's group as the page does, a rank on each host."""
-    jobs.stop()
-    placement = Placement(strategy="STRICT_SPREAD", port_range=(29500, 29599))
-    options: dict[str, Any] = {"model": jobs.make_mlp(), "world_size": 3, "device": "cpu"}
-    jobs._group = ShardedModelGroup.from_checkpoint(
-        checkpoint, **options, name=name, placement=placement, timeouts=timeouts
-    )
-
-
-def save(path: str) -> None:
-    """Save in the background, which takes a process group of its own."""
-    jobs.group().save(path, async_save=True)
-
-
-def restart() -> None:
-    jobs.group().restart()
-
-
-def attach(name: str) -> None:
-    jobs._group = ShardedModelGroup.attach(name, timeouts=Timeouts(call_s=5.0, drain_s=1.0))
-
-
 def send_much() -> None:
     """Call with an argument that goes through Ray's object store."""
     jobs.group().call(len, torch.ones(3_000_000))
@@ -94,30 +71,24 @@ def diagnose() -> str:
 @pytest.fixture(scope="module")
 def rays(worker_python: Path) -> Iterator[RayHosts]:
     """Three hosts that are set up by the page's commands, the head on the first."""
-    require_hosts()
-    require_nftables()
+    require_hosts("nft")
     with Hosts(3) as hosts:
         for host in hosts:
-            host.run("bash", "-ec", commands("nft -f"))
+            host.run("bash", "-ec", commands("sysctl -w"))
         with RayHosts(list(hosts), cpus_per_host=2, logs_to_driver=False, environment=QUICK) as rays:
             yield rays
 
 
 @pytest.fixture(scope="module")
-def checkpoint(rays: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(rays: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint for host 1 alone, which gets rank 0: its store is on another host than the driver."""
-    files, seen = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    save_file(jobs.make_mlp()().state_dict(), files / "model.safetensors")
-    rays.hosts[1].show_alone(files, seen)
-    return seen
+    return save_for(rays.hosts[1], jobs.make_mlp()(), tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
 def driver(rays: RayHosts) -> Iterator[Driver]:
     """A program on the head."""
-    with closing(Driver(rays, rays.hosts[0])) as driver:
-        driver.run(jobs.join)
+    with joined(rays, rays.hosts[0]) as driver:
         yield driver
 
 
@@ -151,11 +122,11 @@ def test_the_page_s_numbers_are_those_of_the_files_beside_it(rays: RayHosts) -> 
 
 
 def test_load_train_save_fit_restart_and_attach_pass(
-    rays: RayHosts, driver: Driver, checkpoint: Path, tmp_path: Path
+    rays: RayHosts, driver: Driver, checkpoint: str, tmp_path: Path
 ) -> None:
-    driver.run(start, str(checkpoint), name="llama", timeouts=Timeouts(call_s=60.0))
+    driver.run(jobs.start, checkpoint, placement=PLACEMENT, name="llama", timeouts=Timeouts(call_s=60.0))
     driver.run(jobs.train, ROWS, torch.zeros(4, 4))
-    driver.run(save, str(tmp_path / "save"))
+    driver.run(lambda path: jobs.group().save.remote(path, async_save=True).result(), tmp_path / "save")
     driver.run(send_much)
     check_listeners(rays)
     driver.run(fit, str(tmp_path / "fit"))
@@ -163,22 +134,20 @@ def test_load_train_save_fit_restart_and_attach_pass(
     os.kill(rank_pids(rays.hosts[2])[0], signal.SIGKILL)
     with pytest.raises(GroupError, match="died"):
         driver.run(jobs.forward, ROWS)
-    driver.run(restart)
+    driver.run(lambda: jobs.group().restart().checkpoint)
     assert torch.equal(driver.run(jobs.forward, ROWS), trained)
-    following = Driver(rays, rays.hosts[2])
-    following.run(jobs.join)
-    following.run(attach, "llama")
-    assert torch.equal(following.run(jobs.forward, ROWS), trained)
-    # Host 1 has not taken anything from host 2 so far, so that there is no connection yet.
-    change_firewall(rays.hosts[2], "delete", "6381")
-    try:
-        with pytest.raises(CallTimeoutError) as caught:
-            following.run(send_much)
-    finally:
-        change_firewall(rays.hosts[2], "add", "6381")
-    assert rays.hosts[1].address in {failure.node_ip for failure in caught.value.failures.values()}
-    following.run(jobs.stop)
-    following.close()
+    with joined(rays, rays.hosts[2]) as following:
+        following.run(jobs.attach, "llama", timeouts=Timeouts(call_s=5.0, drain_s=1.0))
+        assert torch.equal(following.run(jobs.forward, ROWS), trained)
+        # Host 1 has not taken anything from host 2 so far, so that there is no connection yet.
+        change_firewall(rays.hosts[2], "delete", "6381")
+        try:
+            with pytest.raises(CallTimeoutError) as caught:
+                following.run(send_much)
+        finally:
+            change_firewall(rays.hosts[2], "add", "6381")
+        assert rays.hosts[1].address in {failure.node_ip for failure in caught.value.failures.values()}
+        following.run(jobs.stop)
     assert_released(*rays.hosts)
 
 
@@ -198,18 +167,18 @@ def test_without_the_store_s_port_the_doctor_names_it(rays: RayHosts, driver: Dr
 
 
 @left_out("29500-29599", 1)
-def test_without_the_store_s_port_the_error_names_it(driver: Driver, checkpoint: Path, closed: Host) -> None:
+def test_without_the_store_s_port_the_error_names_it(driver: Driver, checkpoint: str, closed: Host) -> None:
     what = rf"rank \d on 10\.77\.0\.\d cannot reach rank 0's store at {closed.address}:295\d\d within 6 s; let"
     with pytest.raises(RendezvousError, match=what):
-        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=6.0))
+        driver.run(jobs.start, checkpoint, placement=PLACEMENT, timeouts=Timeouts(rendezvous_s=6.0))
 
 
 @left_out("40000-43999", 2)
 def test_a_firewalled_host_is_named_within_the_deadline(
-    rays: RayHosts, driver: Driver, checkpoint: Path, closed: Host
+    rays: RayHosts, driver: Driver, checkpoint: str, closed: Host
 ) -> None:
     with pytest.raises(RendezvousError, match="cannot connect") as caught:
-        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=6.0))
+        driver.run(jobs.start, checkpoint, placement=PLACEMENT, timeouts=Timeouts(rendezvous_s=6.0))
     first, *lines = str(caught.value).splitlines()
     assert f"(suspect: {closed.address}); gloo and NCCL listen on TCP ports that the kernel chooses" in first
     assert "here 40000 to 43999 (net.ipv4.ip_local_port_range)" in first
@@ -221,9 +190,9 @@ def test_a_firewalled_host_is_named_within_the_deadline(
 
 
 @left_out("11000-11999", 2)
-def test_without_the_workers_ports_ranks_do_not_start(driver: Driver, checkpoint: Path, closed: Host) -> None:
+def test_without_the_workers_ports_ranks_do_not_start(driver: Driver, checkpoint: str, closed: Host) -> None:
     with pytest.raises(
         CallTimeoutError, match=r"let the nodes reach each other at the ports of Ray's workers"
     ) as caught:
-        driver.run(start, str(checkpoint), timeouts=Timeouts(start_s=6.0))
+        driver.run(jobs.start, checkpoint, placement=PLACEMENT, timeouts=Timeouts(start_s=6.0))
     assert closed.address in {failure.node_ip for failure in caught.value.failures.values()}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +18,22 @@ from torch import nn
 
 from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
-from raysharding import Loading, Timeouts
+from raysharding import CopyReport, Loading, Placement, ShardedModelGroup, Timeouts
 from raysharding.errors import CheckpointError
 from raysharding.group.ranks import RankInfo
 from tests.cluster import jobs
+from tests.cluster.conftest import save_for
 from tests.cluster.driver import Driver
+from tests.controllers import controller_pids
 
 # Ray's processes on three hosts take a machine of two cores half a minute to start.
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def ranks(driver: Driver, checkpoint: Path) -> Iterator[list[RankInfo]]:
+def ranks(driver: Driver, checkpoint: str) -> Iterator[list[RankInfo]]:
     """Four ranks over three hosts."""
-    yield driver.run(jobs.start, str(checkpoint), world_size=4, strategy="SPREAD")
+    yield driver.run(jobs.start, checkpoint, world_size=4, strategy="SPREAD")
     driver.run(jobs.stop)
 
 
@@ -37,24 +43,26 @@ def trained(reference: nn.Module) -> nn.Module:
     return copy.deepcopy(reference)
 
 
-def test_ranks_are_sorted_by_node_and_rank_0_sees_the_checkpoint(ranks: list[RankInfo], rays: RayHosts) -> None:
+def test_where_ranks_and_the_controller_are(ranks: list[RankInfo], rays: RayHosts) -> None:
     hosts = rays.hosts
     assert ranks[0].node_ip == hosts[1].address, "host 1 alone sees the files; the driver is on host 0"
     nodes = [info.node_ip for info in ranks]
     order = list(dict.fromkeys(nodes))
     assert nodes == sorted(nodes, key=order.index), "ranks of one node follow each other"
     assert order == [hosts[1].address, hosts[0].address, hosts[2].address], "the driver's node comes next"
+    assert controller_pids() <= set(hosts[0].pids()), "the driver's node, as in the last test of unreachable hosts"
     assert [info.local_rank for info in ranks] == [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
-def test_a_controller_runs_on_the_node_of_its_driver(driver: Driver, rays: RayHosts) -> None:
-    found = driver.run(jobs.controllers, 5)
-    assert {where.partition(",")[0] for where in found} == {f"node {rays.hosts[0].address}"}
+def interfaces() -> tuple[str, str, list[str]]:
+    """Gloo's interface; what the host's own name resolves to; the host's interfaces."""
+    names = [name for _, name in socket.if_nameindex()]
+    return os.environ["GLOO_SOCKET_IFNAME"], socket.gethostbyname(socket.gethostname()), names
 
 
 def test_groups_meet_where_host_names_mislead(ranks: list[RankInfo], driver: Driver, rays: RayHosts) -> None:
     misleading = {host.address: "127.0.0.1" for host in rays.hosts} | {rays.hosts[2].address: "172.31.2.1"}
-    seen = driver.run(jobs.interfaces)
+    seen = driver.run(lambda: list(jobs.group().call(interfaces)))
     assert [interface for interface, _, _ in seen] == ["eth0"] * 4
     assert [resolved for _, resolved, _ in seen] == [misleading[info.node_ip] for info in ranks]
     assert all({"lo", "eth0", "other0"} <= set(names) for _, _, names in seen)
@@ -80,19 +88,16 @@ def test_forward_and_training_equal_one_process(ranks: list[RankInfo], driver: D
 def test_other_files_under_the_same_path_are_refused(
     ranks: list[RankInfo], driver: Driver, rays: RayHosts, trained: nn.Module, tmp_path: Path, width: int
 ) -> None:
-    seen, other, same = (tmp_path / name for name in ("seen", "other", "same"))
-    for directory in (seen, other, same):
-        directory.mkdir()
-    save_file(trained.state_dict(), same / "model.safetensors")
+    seen = save_for(rays.hosts[1], trained, tmp_path)
     torch.manual_seed(1)
-    save_file(jobs.make_mlp(width)().state_dict(), other / "model.safetensors")
-    rays.hosts[1].show_alone(same, seen)
-    rays.hosts[2].show_alone(other, seen)
+    (tmp_path / "other").mkdir()
+    save_file(jobs.make_mlp(width)().state_dict(), tmp_path / "other" / "model.safetensors")
+    rays.hosts[2].show_alone(tmp_path / "other", seen)
     with pytest.raises(CheckpointError, match="other content") as caught:
-        driver.run(jobs.load, str(seen))
+        driver.run(lambda: jobs.group().load(seen))
     assert "host1" in str(caught.value)
     assert "host2" in str(caught.value)
-    assert str(seen) in str(caught.value)
+    assert seen in str(caught.value)
     driver.run(jobs.forward, torch.ones(4, 8))  # READY
 
 
@@ -102,22 +107,32 @@ def test_a_load_over_slow_links_moves_and_raises_no_alarm(
 ) -> None:
     width = 1 << 20
     stall_s = 1.5
-    files, seen = tmp_path / "files", tmp_path / "seen"
-    files.mkdir()
-    seen.mkdir()
-    save_file(jobs.make_mlp(width)().state_dict(), files / "model.safetensors")  # 52 MiB; two thirds leave the host
-    rays.hosts[1].show_alone(files, seen)
+    seen = save_for(rays.hosts[1], jobs.make_mlp(width)(), tmp_path)  # 52 MiB; two thirds leave the host
     loading, timeouts = Loading(bucket_bytes=1 << 20), Timeouts(load_stall_s=stall_s)
-    driver.run(jobs.start, str(seen), width=width, loading=loading, timeouts=timeouts)
+    driver.run(jobs.start, seen, width=width, loading=loading, timeouts=timeouts)
     try:
         hosts.set_rate(50)
-        sight = driver.run(jobs.watch_load, str(seen))
+        seconds, pauses = driver.run(watch_load, seen)
     finally:
         hosts.set_rate(None)
         driver.run(jobs.stop)
-    assert sight.seconds > 2 * stall_s
-    assert sight.num_sights > 5
-    assert sight.longest_pause_s < stall_s
+    assert seconds > 2 * stall_s
+    assert len(pauses) > 5
+    assert max(pauses) < stall_s
+
+
+def watch_load(checkpoint: str) -> tuple[float, list[float]]:
+    """Load it again; returns the seconds, and those between the moments at which the bytes had grown."""
+    call = jobs.group().load.remote(checkpoint)
+    begun = moved = time.monotonic()
+    pauses, done = [], 0
+    while not call.wait(0.02):
+        if call.progress[0] != done:
+            now_s, done = time.monotonic(), call.progress[0]
+            pauses.append(now_s - moved)
+            moved = now_s
+    call.result()
+    return time.monotonic() - begun, pauses
 
 
 @pytest.mark.full
@@ -125,7 +140,7 @@ def test_weights_go_over_the_wire_once_and_stay_on_a_host_that_has_them(driver: 
     width = 1 << 14
     module = jobs.make_mlp(width)()
     save_file(module.state_dict(), tmp_path / "model.safetensors")  # which all hosts see
-    report, is_equal, places = driver.run(jobs.copy_between, str(tmp_path), (2, 3), width)
+    report, is_equal, places = driver.run(copy_between, str(tmp_path), (2, 3), width)
     assert is_equal
     assert not report.is_planned
     num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
@@ -139,6 +154,23 @@ def test_weights_go_over_the_wire_once_and_stay_on_a_host_that_has_them(driver: 
     )
     assert 0 < kept <= report.shared_bytes <= 1.02 * kept
     assert max(*report.source_extra_bytes, *report.target_extra_bytes) <= 33 << 20
+
+
+def copy_between(checkpoint: str, sizes: tuple[int, int], width: int) -> tuple[CopyReport, bool, list[list[str]]]:
+    """Copy changed weights from one new group to another; returns the report, whether they are equal, and the nodes."""
+    options: dict[str, Any] = {"model": jobs.make_mlp(width), "device": "cpu"}
+    options["placement"] = Placement(strategy="SPREAD", cpus_per_rank=0.5)
+    with (
+        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[0], **options) as jobs._group,
+        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[1], **options) as target,
+    ):
+        source = jobs.group()
+        jobs.change()
+        source.copy_to(target)
+        report = source.copy_to(target)
+        mine, theirs = source.state_dict(), target.state_dict()
+        is_equal = all(torch.equal(mine[name], theirs[name]) for name in mine)
+        return report, is_equal, [[info.node_ip for info in one.ranks] for one in (source, target)]
 
 
 def _rows_of(tensor: torch.Tensor, world_size: int, rank: int) -> range:

@@ -58,10 +58,18 @@ def transfer(source: Host, target: Host, num_mib: int, watch: Callable[[], None]
     return float(sender.communicate(timeout=30)[0])
 
 
-def output(host: Host, *command: str) -> str:
-    """What a command prints on a host."""
-    process = host.popen(command, stdout=subprocess.PIPE, text=True)
-    return process.communicate(timeout=30)[0]
+def listening(host: Host, address: str, port: int) -> subprocess.Popen[str]:
+    """A process that listens there."""
+    code = f"import socket, time; s = socket.create_server(('{address}', {port})); print(1, flush=True); time.sleep(60)"
+    server = host.popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    server.stdout.readline()
+    return server
+
+
+def connect(address: str, port: int) -> list[str]:
+    """The command that prints 0 if it connects."""
+    return [sys.executable, "-c", f"import socket; print(socket.socket().connect_ex(('{address}', {port})))"]
 
 
 def leftovers(pid: int) -> list[str]:
@@ -69,7 +77,7 @@ def leftovers(pid: int) -> list[str]:
     return [str(path) for root in ("/run/netns", "/etc/netns") for path in Path(root).glob(f"rs{pid}-*")]
 
 
-def test_no_window_of_a_fifth_of_a_second_is_faster_than_the_rate() -> None:
+def test_no_window_of_a_fifth_of_a_second_is_faster_than_the_rate_and_without_one_links_are_fast() -> None:
     rate_mbit, num_mib = 200, 20
     with Hosts(2, rate_mbit=rate_mbit) as hosts:
         for source, target in ((0, 1), (1, 0)):
@@ -90,34 +98,43 @@ def test_no_window_of_a_fifth_of_a_second_is_faster_than_the_rate() -> None:
             assert hosts.burst_bytes < 0.03 * rate_mbit * 1e6 / 8 * 0.2
             need_s = 1.046 * (num_mib << 20) * 8e-6 / rate_mbit
             assert 0.95 * need_s < seconds < 1.6 * need_s
-
-
-def test_a_link_without_a_rate_is_fast_and_counted() -> None:
-    with Hosts(2) as hosts:
+        hosts.set_rate(None)
         before = hosts[1].link_bytes()
         seconds = transfer(hosts[0], hosts[1], 64)
         assert 64 * 8.4 / seconds > 1_000, "Mbit/s"
         assert 64 << 20 < (hosts[1].link_bytes() - before).received < 1.1 * (64 << 20)
 
 
-def test_hosts_have_names_and_loopbacks_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_a_host_has_a_name_a_loopback_and_paths_of_its_own_and_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+    own, path = tmp_path / "own", tmp_path / "path"
+    own.mkdir()
+    path.mkdir()
+    (own / "file").touch()
     with Hosts(3) as hosts:
-        assert [host.name for host in hosts] == [output(host, "uname", "-n").strip() for host in hosts]
-        assert output(hosts[2], "getent", "hosts", "host0").split() == [hosts[0].address, "host0"]
-        assert "inet6" not in output(hosts[0], "ip", "address")
-        code = "import socket; print(socket.socket().connect_ex(('127.0.0.1', 5001)) != 0)"
-        listen = (
-            "import socket, time; s = socket.create_server(('127.0.0.1', 5001)); print(1, flush=True); time.sleep(60)"
-        )
-        server = hosts[0].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        server.stdout.readline()
-        assert output(hosts[1], sys.executable, "-c", code) == "True\n"
-        assert output(hosts[0], sys.executable, "-c", code) == "False\n"
-        output(hosts[0], "mount", "-t", "tmpfs", "none", str(tmp_path))
-        assert (tmp_path / "file").exists()
-    assert server.returncode == -signal.SIGKILL
+        assert [host.name for host in hosts] == [host.run("uname", "-n").strip() for host in hosts]
+        assert hosts[2].run("getent", "hosts", "host0").split() == [hosts[0].address, "host0"]
+        assert "inet6" not in hosts[0].run("ip", "address")
+        own_server = listening(hosts[0], "127.0.0.1", 5001)
+        assert hosts[1].run(*connect("127.0.0.1", 5001)) != "0\n"
+        assert hosts[0].run(*connect("127.0.0.1", 5001)) == "0\n"
+
+        hosts[1].show_alone(own, path)
+        assert [host.run("ls", str(path)) for host in hosts] == ["", "file\n", ""]
+        hosts[1].hide(path)
+        assert hosts[1].run("ls", str(path)) == ""
+        assert list(path.iterdir()) == []
+
+        listening(hosts[1], "", 5002)
+        assert hosts[0].run(*connect("host1", 5002)) == "0\n"
+        hosts[1].cut()
+        with pytest.raises(HostsError, match="longer than 2 s"):
+            hosts[0].run(*connect("host1", 5002), timeout_s=2.0)
+        hosts[1].mend()
+        assert hosts[0].run(*connect("host1", 5002)) == "0\n"
+        hosts[1].kill()
+        assert hosts[1].pids() == []
+        assert hosts[1].run("uname", "-n") == "host1\n", "it can start anew"
+    assert own_server.returncode == -signal.SIGKILL
 
 
 def test_nothing_is_left_after_an_error() -> None:
@@ -127,7 +144,7 @@ def test_nothing_is_left_after_an_error() -> None:
     def fail_on_hosts() -> None:
         with Hosts(2, rate_mbit=100) as hosts:
             # A child that outlives the process that was started, in a session of its own.
-            pids.append(int(output(hosts[1], "setsid", "sh", "-c", "sleep 61 > /dev/null 2>&1 & echo $!")))
+            pids.append(int(hosts[1].run("setsid", "sh", "-c", "sleep 61 > /dev/null 2>&1 & echo $!")))
             assert is_sleeping(pids[0])
             raise ZeroDivisionError
 
@@ -158,6 +175,7 @@ def test_nothing_is_left_after_sigterm() -> None:
 
 
 def test_what_was_just_started_is_killed_on_its_way_in() -> None:
+    """And the child that a process leaves behind which enters the host after the host was looked at."""
     with Hosts(1) as hosts:
         for _ in range(10):
             process = hosts[0].popen(["sleep", "60"])
@@ -165,10 +183,6 @@ def test_what_was_just_started_is_killed_on_its_way_in() -> None:
             hosts[0].kill(timeout_s=5)
             assert process.returncode == -signal.SIGKILL
 
-
-def test_a_child_left_behind_while_kill_looks_around_is_killed() -> None:
-    """Its parent enters the host after the host was looked at, and has ended before anybody asks for it."""
-    with Hosts(1) as hosts:
         process = hosts[0].popen(["sh", "-c", "sleep 62 & exit 0"])
         process.send_signal(signal.SIGSTOP)
         run = hosts_module._run
@@ -197,34 +211,3 @@ def test_a_failing_command_is_named_and_leaves_nothing() -> None:
         Hosts(0)
     with pytest.raises(ValueError, match="rate_mbit=-1"):
         Hosts(2, rate_mbit=-1)
-
-
-def test_a_host_is_cut_off_and_comes_back() -> None:
-    code = "import socket; print(socket.socket().connect_ex(('host1', 5002)))"
-    with Hosts(2) as hosts:
-        listen = "import socket, time; s = socket.create_server(('', 5002)); print(1, flush=True); time.sleep(60)"
-        server = hosts[1].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        server.stdout.readline()
-        assert hosts[0].run(sys.executable, "-c", code) == "0\n"
-        hosts[1].cut()
-        with pytest.raises(HostsError, match="longer than 2 s"):
-            hosts[0].run(sys.executable, "-c", code, timeout_s=2.0)
-        hosts[1].mend()
-        assert hosts[0].run(sys.executable, "-c", code) == "0\n"
-        hosts[1].kill()
-        assert hosts[1].pids() == []
-        assert hosts[1].run("uname", "-n") == "host1\n", "it can start anew"
-
-
-def test_one_host_alone_sees_a_path(tmp_path: Path) -> None:
-    own, path = tmp_path / "own", tmp_path / "path"
-    own.mkdir()
-    path.mkdir()
-    (own / "file").touch()
-    with Hosts(2) as hosts:
-        hosts[1].show_alone(own, path)
-        assert [host.run("ls", str(path)) for host in hosts] == ["", "file\n"]
-        hosts[1].hide(path)
-        assert hosts[1].run("ls", str(path)) == ""
-    assert list(path.iterdir()) == []

@@ -18,8 +18,6 @@ from tests.docs.blocks import blocks_of
 
 KUBERNETES = "1.37"
 SCHEMA = json.loads((Path(__file__).parent / "kuberay.json").read_text())
-OBJECTS = [(path.name, manifest) for path in sorted(FOLDER.glob("*.yaml")) for manifest in manifests(path.name)]
-IDS = [f"{name}-{manifest['kind']}" for name, manifest in OBJECTS]
 
 
 def cluster_specs() -> dict[str, Manifest]:
@@ -46,17 +44,17 @@ def validate(manifest: Manifest) -> None:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize(("name", "manifest"), OBJECTS, ids=IDS)
-def test_objects_have_the_fields_and_types_of_their_schemas(name: str, manifest: Manifest) -> None:
-    validate(manifest)
+def validate_pods(specs: dict[str, Manifest]) -> None:
+    """All with one look at the schemas, which are large."""
+    items = [{"metadata": {"name": name}, "spec": spec} for name, spec in specs.items()]
+    validate({"apiVersion": "v1", "kind": "PodList", "items": items})
 
 
-def test_pod_templates_are_pods() -> None:
-    items = [
-        {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]}
-        for name, template in pods().items()
-    ]
-    validate({"apiVersion": "v1", "kind": "PodList", "items": items})  # one look at the schemas, which are large
+def test_objects_and_pod_templates_have_the_fields_and_types_of_their_schemas() -> None:
+    for path in FOLDER.glob("*.yaml"):
+        for manifest in manifests(path.name):
+            validate(manifest)
+    validate_pods({name.replace("/", "-"): template["spec"] for name, template in pods().items()})
 
 
 @pytest.mark.parametrize(
@@ -73,44 +71,39 @@ def test_pod_templates_are_pods() -> None:
 )
 def test_a_fault_in_a_manifest_is_seen(file: str, path: str, value: Any) -> None:
     manifest = manifests(file)[0]
-    inner: Any = manifest
-    *parents, last = path.split()
-    for step in parents:
-        inner = inner[int(step)] if isinstance(inner, list) else inner[step]
+    inner, last = inside(manifest, path.split())
     inner[last] = value
     with pytest.raises(jsonschema.ValidationError):
         validate(manifest)
 
 
+def inside(manifest: Any, path: list[str]) -> tuple[Any, Any]:
+    """What the end of a path is in, and its key there."""
+    *parents, last = path
+    for step in parents:
+        manifest = manifest[int(step)] if isinstance(manifest, list) else manifest[step]
+    return manifest, int(last) if isinstance(manifest, list) else last
+
+
 @pytest.mark.parametrize("name", pods())
-def test_pods_fit_into_a_restricted_namespace(name: str) -> None:
+def test_pods_fit_into_a_restricted_namespace_and_refer_to_what_is_there(name: str) -> None:
     """The rules of the pod security standard `restricted` that are about what we set; containers' defaults pass."""
     spec = pods()[name]["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] == 1000
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
-    assert {kind for volume in spec.get("volumes", []) for kind in set(volume) - {"name"}} <= {
-        "persistentVolumeClaim",
-        "emptyDir",
-        "configMap",
-    }
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    kinds = {kind for volume in volumes.values() for kind in volume.keys() - {"name"}}
+    assert kinds <= {"persistentVolumeClaim", "emptyDir", "configMap"}
+    claims = {manifest["metadata"]["name"] for manifest in manifests("storage.yaml")}
+    claimed = [volume["persistentVolumeClaim"] for volume in volumes.values() if "persistentVolumeClaim" in volume]
+    assert {claim["claimName"] for claim in claimed} <= claims
     for container in spec["containers"]:
         context = container["securityContext"]
         assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-@pytest.mark.parametrize("name", pods())
-def test_what_a_pod_refers_to_is_there(name: str) -> None:
-    spec = pods()[name]["spec"]
-    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-    claims = {manifest["metadata"]["name"] for manifest in manifests("storage.yaml")}
-    for container in spec["containers"]:
         mounts = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", [])}
         assert set(mounts) == set(volumes)
-        for volume in volumes.values():
-            if claim := volume.get("persistentVolumeClaim"):
-                assert claim["claimName"] in claims
         if volumes:
             shm = volumes["shm"]["emptyDir"]
             assert mounts["shm"] == "/dev/shm"
@@ -123,22 +116,17 @@ def test_clusters_of_the_job_and_of_the_notebook_are_alike() -> None:
     resident, job = cluster_specs().values()
     for group in ("head", "ranks"):
         mine, other = (templates(spec)[group]["spec"] for spec in (resident, job))
-        for one_spec in (mine, other):
-            one_spec.pop("terminationGracePeriodSeconds")
-            for own in ("lifecycle", "env"):
-                one_spec["containers"][0].pop(own, None)
-            one_spec["volumes"] = [volume for volume in one_spec["volumes"] if volume["name"] != "job"]
-            container = one_spec["containers"][0]
-            container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "job"]
+        for spec in (mine, other):
+            (container,) = spec["containers"]
+            for place, own in ((spec, "terminationGracePeriodSeconds"), (container, "lifecycle"), (container, "env")):
+                place.pop(own, None)
+            for place, listed in ((spec, "volumes"), (container, "volumeMounts")):
+                place[listed] = [one for one in place[listed] if one["name"] != "job"]
         assert mine == other
-    for key in ("rayVersion", "authOptions"):
-        assert resident[key] == job[key]
-
-
-def test_versions_are_those_that_the_tests_run_with() -> None:
+    assert resident["authOptions"] == job["authOptions"]
     pinned = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
-    assert {spec["rayVersion"] for spec in cluster_specs().values()} == {pinned[1]}
+    assert (resident["rayVersion"], job["rayVersion"]) == (pinned[1], pinned[1]), "what the tests run with"
 
 
 def test_network_policies_select_the_pods_of_one_cluster_each() -> None:
@@ -175,16 +163,8 @@ def patched(changes: Iterable[Manifest]) -> Manifest:
     """The RayJob after operations of RFC 6902, as `kubectl kustomize` makes it."""
     job: Any = json.loads(json.dumps(one("rayjob.yaml", "RayJob")))  # without the anchors' shared objects
     for change in changes:
-        *parents, last = change["path"].strip("/").split("/")
-        inner = job
-        for step in parents:
-            inner = inner[int(step)] if isinstance(inner, list) else inner[step]
-        key: Any = int(last) if isinstance(inner, list) else last
-        if change["op"] == "add":
-            assert isinstance(inner, dict)
-            assert key not in inner
-        else:
-            inner[key]  # it is there
+        inner, key = inside(job, change["path"].strip("/").split("/"))
+        assert (key in inner if isinstance(inner, dict) else key < len(inner)) == (change["op"] != "add")
         if change["op"] == "remove":
             del inner[key]
         else:
@@ -192,20 +172,14 @@ def patched(changes: Iterable[Manifest]) -> Manifest:
     return dict(job)
 
 
-def job_pods(job: Manifest) -> dict[str, Manifest]:
-    """The specs of its pods."""
-    found = templates(job["spec"]["rayClusterSpec"]) | {"submitter": job["spec"]["submitterPodTemplate"]}
-    return {name: template["spec"] for name, template in found.items()}
-
-
 @pytest.mark.parametrize("name", [*page_patches(), "all"])
 def test_the_page_s_patches_make_jobs(name: str) -> None:
     found = page_patches()
     job = patched([change for file, changes in found.items() if name in (file, "all") for change in changes])
     validate(job)
-    specs = job_pods(job)
-    items = [{"metadata": {"name": name}, "spec": spec} for name, spec in specs.items()]
-    validate({"apiVersion": "v1", "kind": "PodList", "items": items})
+    found_pods = templates(job["spec"]["rayClusterSpec"]) | {"submitter": job["spec"]["submitterPodTemplate"]}
+    specs = {name: template["spec"] for name, template in found_pods.items()}
+    validate_pods(specs)
     if name in ("registry.yaml", "all"):
         assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs.values())
     if name in ("bucket.yaml", "all"):
@@ -227,17 +201,14 @@ def test_the_page_s_patches_make_jobs(name: str) -> None:
         assert "/data" not in job["spec"]["entrypoint"]
 
 
-def test_the_page_s_policy_opens_the_store_s_port_to_the_pods_of_egress_https() -> None:
+def test_the_page_shows_every_file_and_its_policy_is_for_the_pods_of_egress_https() -> None:
     (text,) = [block.text for block in blocks_of("docs/pages/kubernetes.md") if block.title == "egress-minio.yaml"]
     policy = yaml.safe_load(text)
     validate(policy)
     assert policy["spec"]["podSelector"] == one("egress-https.yaml", "NetworkPolicy")["spec"]["podSelector"]
-
-
-def test_the_page_shows_every_file() -> None:
-    text = (FOLDER.parents[1] / "docs/pages/kubernetes.md").read_text()
+    page = (FOLDER.parents[1] / "docs/pages/kubernetes.md").read_text()
     for path in (*FOLDER.glob("*.yaml"), FOLDER / "Dockerfile"):
-        assert f'--8<-- "cluster/kubernetes/{path.name}"' in text
+        assert f'--8<-- "cluster/kubernetes/{path.name}"' in page
 
 
 def test_the_job_has_the_time_that_its_parts_ask_for() -> None:

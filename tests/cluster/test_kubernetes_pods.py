@@ -23,6 +23,7 @@ from tests.cluster import kuberay
 from tests.cluster.conftest import rank_pids, require_hosts
 from tests.cluster.kube_pods import IMAGE, USER, Pods, image_environment, wait_until
 from tests.cluster.kuberay import FOLDER, one
+from tests.docs.blocks import texts_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -32,8 +33,6 @@ import sys, urllib.request as r
 try: print(r.urlopen(sys.argv[1], timeout=10).status)
 except r.HTTPError as e: print(e.code)
 """
-PROBE = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).status)"
-PAGE = FOLDER.parents[1] / "docs/pages/kubernetes.md"
 LOSS = """
 import os, torch
 from raysharding import Same
@@ -74,8 +73,7 @@ class Cluster:
 
     def wait_until_ready(self, index: int) -> None:
         """As kubelet waits."""
-        ready = partial(self.is_ready, index, GROUPS[index])
-        wait_until(ready, f"pod {index} ready", 300, self.log(index), self.ray[index])
+        wait_until(partial(self.is_ready, index), f"pod {index} ready", 300, self.log(index), self.ray[index])
 
     def first_process(self, index: int) -> int:
         """The process that gets the signals of a pod: bash has become `ray start`."""
@@ -89,17 +87,16 @@ class Cluster:
         """What a pod's container prints."""
         return self.logs / f"{self.hosts[index].name}.log"
 
-    def is_ready(self, index: int, group: str) -> bool:
+    def is_ready(self, index: int) -> bool:
         """KubeRay's probe of Ray 2.53 and newer, and those of its older versions, as kubelet runs them: no token."""
-        return all(self.probe(index, url) for url in self.probes(group))
-
-    def probes(self, group: str) -> list[str]:
         urls = ["http://localhost:52365/api/healthz", "http://localhost:52365/api/local_raylet_healthz"]
-        return [*urls, "http://localhost:8265/api/gcs_healthz"] if group == "head" else urls
+        urls += ["http://localhost:8265/api/gcs_healthz"] * (GROUPS[index] == "head")
+        return all(self.status(index, url) == "200" for url in urls)
 
-    def probe(self, index: int, url: str) -> bool:
-        process = self.hosts[index].popen([sys.executable, "-I", "-S", "-c", PROBE, url], stdout=-1, stderr=-1)
-        return process.communicate(timeout=30)[0] == b"200\n"
+    def status(self, index: int, url: str) -> str:
+        """What a request from a host is answered."""
+        process = self.hosts[index].popen([sys.executable, "-I", "-S", "-c", STATUS, url], stdout=-1, stderr=-1)
+        return process.communicate(timeout=30)[0].decode().strip()
 
     def submit(self, log: Path, job: str = "train") -> subprocess.Popen[bytes]:
         """Start the submitter's container. A new cluster would know no jobs; this one needs another id."""
@@ -151,10 +148,8 @@ def steps_saved(out: Path) -> list[int]:
 
 
 def test_probes_answer_without_a_token_and_nothing_else_does(cluster: Cluster) -> None:
-    head, worker = cluster.hosts[0], cluster.hosts[1]
-    jobs = [sys.executable, "-I", "-S", "-c", STATUS, "http://localhost:8265/api/jobs/"]
-    assert head.run(*jobs) == "401\n"
-    assert worker.run(*jobs[:-1], "http://localhost:8080/metrics") == "200\n", "Prometheus has no token either"
+    assert cluster.status(0, "http://localhost:8265/api/jobs/") == "401"
+    assert cluster.status(1, "http://localhost:8080/metrics") == "200", "Prometheus has no token either"
 
 
 def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
@@ -186,15 +181,10 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     assert model.config.vocab_size == 32
 
 
-def blocks_of_the_page(test: str) -> list[str]:
-    """Python blocks of docs/pages/kubernetes.md that name a test."""
-    pattern = rf"<!-- run by: tests/cluster/test_kubernetes_pods.py::{test} -->\n```python\n(.*?)```"
-    return re.findall(pattern, PAGE.read_text(), re.DOTALL)
-
-
 @pytest.mark.skipif(IMAGE is not None, reason="puts a program in the place of Jupyter, which the image has")
 def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cluster, tmp_path: Path) -> None:
-    first, second = blocks_of_the_page("test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart")
+    test = "test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart"
+    first, second = texts_of("docs/pages/kubernetes.md", test)
     folder = cluster.pods.claims["raysharding-cache"] / "bin"
     folder.mkdir()
     said = ""
@@ -224,6 +214,5 @@ def test_jupyter_of_the_image_answers_its_probe(cluster: Cluster, tmp_path: Path
         command = [*container["command"], *container["args"]]
         process = cluster.pods.popen(cluster.hosts[3], pod, command, {}, stdout=output, stderr=output)
     url = f"http://localhost:8888{container['readinessProbe']['httpGet']['path']}"
-    wait_until(lambda: cluster.probe(3, url), "Jupyter answers", 200, log, process)
-    status = [sys.executable, "-I", "-S", "-c", STATUS, "http://localhost:8888/api/kernels"]
-    assert cluster.hosts[3].run(*status) == "403\n", "without the token"
+    wait_until(lambda: cluster.status(3, url) == "200", "Jupyter answers", 200, log, process)
+    assert cluster.status(3, "http://localhost:8888/api/kernels") == "403", "without the token"

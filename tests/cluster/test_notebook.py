@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import re
 from pathlib import Path
 
@@ -9,9 +12,10 @@ import nbformat
 import pytest
 
 from cluster.local.ray_hosts import RayHosts
-from tests.cluster import jobs
 from tests.cluster.conftest import assert_released
 from tests.cluster.driver import ROOT, Driver
+from tests.forking import runtime_env
+from tests.kernel import Notebook
 
 EXAMPLE = ROOT / "examples/notebook.ipynb"
 
@@ -21,10 +25,20 @@ def test_it_is_committed_without_outputs() -> None:
     assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)
 
 
+def run_example(folder: Path) -> dict[str, str]:
+    """Run the cells from a kernel on this host; returns the outputs of each, by its id."""
+    # As Ray's jobs pass it: the notebook's own `ray.init` names no environment of workers.
+    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env()})}
+    job["PYTHONPATH"] = os.pathsep.join((str(EXAMPLE.parent), os.environ["PYTHONPATH"]))
+    shorter = ("NUM_STEPS = 200", "NUM_STEPS = 40")
+    playing = Notebook(EXAMPLE, folder, replace=shorter, interrupt=("fit", "fit: step"), restart="attach")
+    return asyncio.run(playing.run(job))
+
+
 @pytest.mark.full
 @pytest.mark.timeout(240)
 def test_it_runs_with_an_interrupt_and_a_restart_of_its_kernel(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
-    outputs = driver.run(jobs.run_notebook, EXAMPLE, tmp_path, replace=("NUM_STEPS = 200", "NUM_STEPS = 40"))
+    outputs = driver.run(run_example, tmp_path)
     print(*(f"== {cell}\n{text}" for cell, text in outputs.items()), sep="\n")  # for a failure
     failed = [cell for cell, text in outputs.items() if re.search(r"^\w+(Error|Interrupt): ", text, re.MULTILINE)]
     assert failed == ["fit"], "the interrupt alone"

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local.hosts import Hosts
-from tests.cluster.conftest import require_hosts, require_nftables
+from tests.cluster.conftest import require_hosts
 from tests.cluster.driver import ROOT
-from tests.cluster.slurm import Slurm, slurm_on, why_unavailable
+from tests.cluster.slurm import Slurm, slurm_on
+from tests.docs.blocks import texts_of
 from tests.forking import runtime_env
 
 PAGE = ROOT / "docs" / "pages" / "slurm.md"
@@ -54,6 +55,7 @@ echo "begins at $RAY_ADDRESS"
 trap "" TERM
 while :; do sleep 0.1; done
 """
+COMMANDS = ("/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "sbatch")
 DONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -89,20 +91,6 @@ def driver_pid(slurm: Slurm) -> int:
     raise AssertionError("no program on host 0")
 
 
-def require_slurm() -> None:
-    """Skip the test where Slurm cannot run."""
-    require_hosts()
-    reason = why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def firewall_of_the_page() -> str:
-    """The commands that close a node for all but the listed ports."""
-    (found,) = re.findall(r"^```bash\n(sysctl .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return str(found)
-
-
 def submit_as_the_page_says(slurm: Slurm) -> int:
     """The job of the page, with smaller nodes."""
     shutil.copy(SCRIPT, slurm.home)
@@ -126,12 +114,12 @@ def check_the_urgent_job(slurm: Slurm, job: int) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(480)
 def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path) -> None:
-    require_slurm()
-    require_nftables()
+    require_hosts(*COMMANDS, "nft")
+    (firewall,) = texts_of("docs/pages/slurm.md", "sysctl ")
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2))
         for host in hosts:  # before Slurm starts
-            host.run("bash", "-ec", firewall_of_the_page())
+            host.run("bash", "-ec", firewall)
         slurm = stack.enter_context(slurm_on(list(hosts), seen=worker_python.parent, user_signal=False))
         # What a user has in the environment of `sbatch`; a loaded machine takes its time to start Ray.
         slurm.environment |= {"PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "120"}
@@ -215,7 +203,7 @@ class QuickJobs:
 
 @pytest.mark.full
 def test_a_job_is_queued_again_unless_it_is_cancelled(tmp_path: Path) -> None:
-    require_slurm()
+    require_hosts(*COMMANDS)
     with Hosts(2) as hosts, slurm_on(list(hosts), seen=tmp_path, user_signal=True) as slurm:
         jobs = QuickJobs(slurm)
         token = slurm.home / ".ray" / "auth_token"

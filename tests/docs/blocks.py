@@ -72,5 +72,12 @@ def blocks_of(page: str) -> Iterator[Block]:
         number += 1
 
 
+def texts_of(page: str, what: str) -> list[str]:
+    """The texts of a page's blocks that are run by a test of this name, or that contain this text."""
+    blocks = list(blocks_of(page))
+    run = [block.text for block in blocks if block.marker == "run by" and block.reason.endswith(f"::{what}")]
+    return run or [block.text for block in blocks if what in block.text]
+
+
 def _snippet(found: re.Match[str]) -> str:
     return (ROOT / found[1]).read_text().rstrip("\n")

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from raysharding import ShardedModelGroup, Sharding, Split, current_worker
+from tests.accelerator.build import load_extension
 from tests.gpu.driver import NUM_ROWS, alone, batch, cluster, differ, forward, ids, logits, start
+from tests.gpu.rank_checks import contexts
 from tests.gpu.record import Record, Skipped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -188,6 +190,17 @@ def check_merged_copy(group: ShardedModelGroup, plain: ShardedModelGroup) -> str
     return forward(plain, group.forward(input_ids=Split(ids())).logits)
 
 
+def check_contexts(group: ShardedModelGroup) -> None:
+    """Ranks have contexts on their own devices, and the driver has none."""
+    kind = group.ranks[0].device.partition(":")[0]
+    if kind == "cuda":
+        found = contexts({rank.pid for rank in group.ranks})
+        assert len(found) == len(group.ranks), found
+        assert not torch.cuda.is_initialized()
+    elif kind == "sim":
+        assert not load_extension().touched()
+
+
 # --- the order of a run ---------------------------------------------------------------------------------------------
 
 
@@ -229,6 +242,7 @@ class Run:
 
     def plain(self, group: ShardedModelGroup) -> None:
         """The checks of a group by default, and of a second one beside it."""
+        self.check("contexts", check_contexts, group)
         self.check("fit over parquet, evaluate", check_fit, group, self.path)
         self.check("predict, parquet to parquet", check_predict, group, self.path, self.folder / "predicted")
         self.check("forward after load", lambda: (group.load(self.path), forward(group, logits(self.path)))[1])

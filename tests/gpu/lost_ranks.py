@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding import FitStep, GroupError, ShardedModelGroup, Split, current_worker
+from raysharding import CallTimeoutError, FitStep, GroupError, ShardedModelGroup, Split, current_worker
 from tests.accelerator.fault_checks import kill_device, lost_in_backward
 from tests.gpu.driver import TIMEOUTS, alone, batch, cluster, differ, forward, ids, logits, start
 from tests.gpu.equal_checks import ADAMW, BATCH, train_alone, write_rows
@@ -60,6 +60,16 @@ def kill_device_alone() -> None:
     """A device-side assert on one rank."""
     if dist.get_rank() == LOST:
         kill_device()
+
+
+def kill_all_devices(group: ShardedModelGroup) -> None:
+    """A device-side assert on all ranks, which the error names."""
+    try:
+        group.call(kill_device)
+    except GroupError as error:
+        assert "device-side assert" in str(error), error  # noqa: PT017
+        assert group.state.value == "broken", group.state
+        raise
 
 
 def raise_in_a_block() -> None:
@@ -126,6 +136,9 @@ def lose(
         said += f"; restart {report.seconds:.1f} s"
     said += f"; {forward(group, expected)}"
     assert primary_is in (None, primary), f"{said}; the error: {error}"
+    if isinstance(error, CallTimeoutError) and primary_is is not None:
+        waits = [rank for rank, one in error.failures.items() if "waits in a collective" in one.message]
+        assert waits == [rank.rank for rank in group.ranks if rank.rank != LOST], f"{said}; the error: {error}"
     return said
 
 
@@ -162,6 +175,7 @@ FAULTS: dict[str, Callable[[ShardedModelGroup], object]] = {
 ON_DEVICES: dict[str, Callable[[ShardedModelGroup], object]] = {
     "device-side assert of one": lambda group: group.call(kill_device_alone),
 }
+OF_ALL: dict[str, Callable[[ShardedModelGroup], object]] = {"device-side assert of all": kill_all_devices}
 OF_NO_RANK: dict[str, Callable[[ShardedModelGroup], object]] = {
     "a hang that ends by the time-out of a process group of the caller's, 4 s": partial(hang_beside, timeout_s=4.0),
 }
@@ -172,6 +186,7 @@ def main(kind: str) -> int:
     """Number of checks that failed."""
     record = Record.of_this_part()
     named = FAULTS if kind == "cpu" else FAULTS | ON_DEVICES
+    others = OF_NO_RANK if kind == "cpu" else OF_ALL | OF_NO_RANK
     options: dict[str, Any] = {
         "timeouts": replace(TIMEOUTS, call_s=CALL_S, drain_s=2.0),
         "max_restarts": 1,
@@ -191,7 +206,7 @@ def main(kind: str) -> int:
                     groups.pop().shutdown()
 
         try:
-            for what, fault in (named | OF_NO_RANK).items():
+            for what, fault in (named | others).items():
                 check(what, partial(lose, expected=expected, fault=fault, primary_is=LOST if what in named else None))
             check("fit, a rank killed, goes on", partial(check_fit, path=path))
         finally:

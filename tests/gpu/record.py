@@ -22,8 +22,6 @@ from typing import Any
 
 FIGURE = re.compile(r"÷.*\d|MFU|of device memory")
 """Lines of a part's output that are figures of its benchmarks."""
-FAILURE = re.compile(r"(FAILED|ERROR) \S+::")
-"""Lines of pytest's summary that name a test which failed."""
 NOT_REACHED = 255
 """Status of a part for which no time was left."""
 MOST = 600
@@ -163,11 +161,8 @@ def end(folder: Path, part: str, seconds: float, status: int) -> bool:
                     "figure": "the part ended here",
                 }
         failed = sum(line["outcome"] in ("FAILED", "timed out") for line in own)
-    for text in lines:
-        if FAILURE.match(text):
-            record.line(text.partition(" - ")[0].partition("::")[2], "FAILED", figure=text.partition(" - ")[2])
-        elif FIGURE.search(text):
-            record.line(text.strip(), "figure")
+    for text in filter(FIGURE.search, lines):
+        record.line(text.strip(), "figure")
     if failed and outcome == "ok":
         outcome = "FAILED"
     said = f"{len(own)} checks" if own else next((text.strip() for text in reversed(lines) if text.strip()), "")

@@ -38,18 +38,9 @@ lane() {
 first() { part sanity 60 tests.gpu.sanity "$device"; }
 
 # Lanes side by side, what is unknown first: a group's start is what takes time, and leaves the device idle.
-equal() {
-  part groups 200 tests.gpu.equal_checks "$device" 2 4 1
-  part rank-faults 100 tests.gpu.rank_faults "$device"
-}
+equal() { part groups 200 tests.gpu.equal_checks "$device" 2 4 1; }
 lost() { part lost-ranks 180 tests.gpu.lost_ranks "$device"; }
-# pytest's cases of one device and number of ranks: tests NAME EXPRESSION.
-tests() { part "$1" 240 pytest -v -p no:cacheprovider -rfE --tb=short tests/gpu/test_gpu.py -k "$2"; }
-tests_cpu() { tests tests-cpus on_cpus; }
-tests_sim() { tests tests-sim sim-4; }
-tests_cuda() { tests tests-1 cuda-1; }
-tests_cuda_2() { tests tests-2 "cuda-2 or hangs"; }
-tests_cuda_more() { tests tests-4 "cuda and not (cuda-1 or cuda-2 or hangs)"; }
+ranks() { part ranks 300 tests.gpu.rank_checks "$device"; }
 
 # One after the other: they have the machine for themselves.
 benchmarks() {
@@ -61,7 +52,7 @@ benchmarks() {
   part load 90 "${load[@]}" "${size[@]}" --base auto --arms auto,local,read_threads_floor,pinned_floor
   part compiled 150 "${step[@]}" "${few[@]}" "${large[@]}" --arms ours,compiled,checkpointed
   part step-2 90 "${step[@]}" "${few[@]}" "${large[@]}" --world-size 2
-  part save-and-load 60 tests.gpu.ratios "$device"
+  part save 60 tests.gpu.rank_checks "$device" check_asynchronous_save
   part generate 60 tests.bench.generation --device "$device" "${large[@]}"
   [ "$device" != cuda ] || part step-8b 120 "${step[@]}" --shape 8b --rounds 3 --steps 4 --arms compiled_checkpointed
 }
@@ -70,9 +61,7 @@ SECONDS=0
 "$python" -m tests.gpu.record begin "$out" "$device" || exit 1
 status=0 lanes=()
 trap 'kill "${lanes[@]}" 2>/dev/null; exit 143' TERM INT
-side_by_side="equal lost tests_$device"
-[ "$device" != cuda ] || side_by_side+=" tests_cuda_2 tests_cuda_more"
-for together in first "$side_by_side" benchmarks; do
+for together in first "equal lost ranks" benchmarks; do
   lanes=()
   for one in $together; do
     lane "$one" &

@@ -43,11 +43,11 @@ def test_all_parts_pass_on_cpus(tmp_path: Path) -> None:
     failed = [line for line in record["lines"] if line["outcome"] not in ("ok", "figure")]
     assert not failed
     assert status == 0
-    parts = set(re.findall(r"^ +(?:part|tests) ([\w-]+) \d+", SCRIPT.read_text(), re.MULTILINE))
+    parts = set(re.findall(r"\bpart ([\w-]+) \d+ ", SCRIPT.read_text(), re.MULTILINE))
     parts = {part for part in parts if not part.endswith("-8b")}
     told = {line["part"] for line in record["lines"] if line["what"].startswith("all of ")}
     assert told >= parts
-    assert {"sanity", "groups", "lost-ranks", "rank-faults", "tests-cpus", "step", "load", "generate"} <= told
+    assert {"sanity", "groups", "lost-ranks", "ranks", "step", "load", "generate"} <= told
     assert "groups: W=4 HSDP, two replicas: train" in lines_of(record, "ok")
     assert any("ours ÷ hand" in line for line in lines_of(record, "figure"))
     assert record["head"]["torch"] == torch.__version__
@@ -57,7 +57,7 @@ def test_all_parts_pass_on_cpus(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_groups_pass_on_simulated_devices_that_their_ranks_share(tmp_path: Path) -> None:
-    status, record = run(tmp_path, DEVICE="sim", PARTS="sanity groups")
+    status, record = run(tmp_path, DEVICE="sim", PARTS="sanity groups lost-ranks ranks")
     assert [line for line in record["lines"] if line["outcome"] != "ok"] == []
     assert status == 0
     started = {line["what"]: line["figure"] for line in record["lines"] if line["what"].endswith(": starts")}
@@ -79,35 +79,26 @@ def test_a_part_that_has_no_time_left_is_said_to_be_not_reached(tmp_path: Path) 
     assert lines_of(record, "not reached") == ["sanity: all of sanity"]
 
 
-def test_a_part_that_is_killed_leaves_what_it_was_at(tmp_path: Path) -> None:
-    record = Record(tmp_path, "x")
-    record.check("one", lambda: "equal")
-    record.line("two", "running")
-    assert "running   x: two" in (tmp_path / "record.txt").read_text()
-    assert not end(tmp_path, "x", 9.0, status=124)
-    found = json.loads((tmp_path / "record.json").read_text())
-    assert lines_of(found, "ok") == ["x: one"]
-    assert lines_of(found, "timed out") == ["x: two", "x: all of x"]
-
-
-def test_a_check_that_fails_fails_its_part_whatever_its_status(tmp_path: Path) -> None:
-    record = Record(tmp_path, "x")
+def test_what_parts_leave_in_the_record(tmp_path: Path) -> None:
+    """Killed, failed in a check, failed by its status: lines of their own, and one of the part."""
 
     def fail() -> None:
         raise ValueError("a\nb\nc\nd")
 
-    record.check("one", fail)
-    assert record.failures == 1
-    assert not end(tmp_path, "x", 9.0, status=0)
+    killed = Record(tmp_path, "killed")
+    killed.check("one", lambda: "equal")
+    killed.line("two", "running")
+    assert "running   killed: two" in (tmp_path / "record.txt").read_text()
+    assert not end(tmp_path, "killed", 9.0, status=124)
+    failed = Record(tmp_path, "failed")
+    failed.check("one", fail)
+    assert failed.failures == 1
+    assert not end(tmp_path, "failed", 9.0, status=0)
+    (tmp_path / "bench.txt").write_text("ours ÷ hand 1.02\narm ÷ hand\n")
+    assert not end(tmp_path, "bench", 9.0, status=1)
     found = json.loads((tmp_path / "record.json").read_text())
-    assert lines_of(found, "FAILED") == ["x: one", "x: all of x"]
-    assert found["lines"][0]["figure"] == "ValueError: a | ... | d"
-
-
-def test_tests_that_fail_and_figures_are_lines_of_their_own(tmp_path: Path) -> None:
-    output = "ours ÷ hand 1.02\narm ÷ hand\nFAILED tests/gpu/test_gpu.py::test_group[a] - AssertionError: 2\n1 failed\n"
-    (tmp_path / "x.txt").write_text(output)
-    assert not end(tmp_path, "x", 9.0, status=1)
-    found = json.loads((tmp_path / "record.json").read_text())
-    assert lines_of(found, "FAILED") == ["x: test_group[a]", "x: all of x"]
-    assert lines_of(found, "figure") == ["x: ours ÷ hand 1.02"]
+    assert lines_of(found, "ok") == ["killed: one"]
+    assert lines_of(found, "timed out") == ["killed: two", "killed: all of killed"]
+    assert lines_of(found, "FAILED") == ["failed: one", "failed: all of failed", "bench: all of bench"]
+    assert [line["figure"] for line in found["lines"] if line["what"] == "one"] == ["equal", "ValueError: a | ... | d"]
+    assert lines_of(found, "figure") == ["bench: ours ÷ hand 1.02"]
