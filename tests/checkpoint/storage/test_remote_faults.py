@@ -93,7 +93,8 @@ def test_what_stays_ends_in_an_error_before_the_deadline(
         read(checkpoint)
     assert now() - begun < 3 * QUICK.request_s + SLACK_S
     sent = sum(fault.times for fault in s3.proxy.faults)
-    assert (1 << 30) - NUM_PARTS * QUICK.num_tries <= sent <= (1 << 30) - QUICK.num_tries
+    most = NUM_PARTS * QUICK.num_tries * (2 if fault.kind == "short" else 1)  # a short answer is asked for twice
+    assert (1 << 30) - most <= sent <= (1 << 30) - QUICK.num_tries
     assert caught.value.path == checkpoint.files[0].path
     assert caught.value.tensor == "a"
     assert "check the network and the store" in caught.value.message
