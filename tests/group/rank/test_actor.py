@@ -143,7 +143,7 @@ def test_whatever_a_command_raises_is_data_and_the_rank_goes_on(actor: Any, kind
 def test_control_answers_while_a_command_runs_and_shows_its_stack(actor: Any) -> None:
     running, _ = actor.run.remote(call(time.sleep, 1.0))
     time.sleep(0.3)
-    assert ray.get(actor.progress.remote(), timeout=0.6).phase == "call"
+    assert ray.get(actor.progress.remote(), timeout=0.6)[0] == "call"
     stacks = ray.get(actor.stacks.remote(), timeout=0.6)
     assert ray.wait([running], timeout=0)[0] == []
     assert stacks.text.startswith("work thread:")
