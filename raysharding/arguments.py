@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from itertools import product
@@ -105,7 +105,7 @@ def given(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def for_fields(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those options whose names are fields of a dataclass."""
-    return {name: options[name] for name in _fields(cls) if name in options}
+    return {one.name: options[one.name] for one in fields(cls) if one.name in options}
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # its import takes half as long as that of torch
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
 """Largest `.metadata` that is read, in bytes; 100,000 chunks take about 20 MB."""
+MAX_TUPLE_ITEMS: Final = 4096
+"""Largest number of items of a tuple, including those of nested tuples."""
 _MAX_INT64: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 64
 """Deepest nesting of a saved state."""
@@ -164,8 +166,25 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("a state for what has none")
         super().load_build()  # type: ignore[misc]
 
+    def check_tuple(self) -> None:
+        """Refuse a large or deep tuple. Hashing recurses on the C stack: a file of 1 MB could crash the process."""
+        made = self.stack[-1]  # type: ignore[attr-defined]
+        inner = [item for part in made if isinstance(part, tuple) for item in part]
+        if len(made) + len(inner) > MAX_TUPLE_ITEMS or any(isinstance(item, tuple) for item in inner):
+            raise pickle.UnpicklingError(f"a tuple of more than {MAX_TUPLE_ITEMS} items, or of three levels")
+
+
+def _then_check(make: Callable[[Any], None]) -> Callable[[Any], None]:
+    def make_and_check(unpickler: _Unpickler) -> None:
+        make(unpickler)
+        unpickler.check_tuple()
+
+    return make_and_check
+
 
 _Unpickler.dispatch[pickle.BUILD[0]] = _Unpickler.load_build
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Unpickler.dispatch[_code[0]] = _then_check(_Unpickler.dispatch[_code[0]])
 
 
 def _checked_place(place: Any) -> Any:

@@ -29,7 +29,7 @@ from raysharding.group.cluster import (
     warn,
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, is_by_config, open_spec
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, open_spec
 from raysharding.group.launch.start_controller import (
     find_controller,
     note_own_group,
@@ -231,9 +231,9 @@ def start_plan(
 
 def _imports(opened: Opened) -> tuple[str | None, bytes] | None:
     """Return the arguments of the ranks' `import_code`; `None` for a model of the user's own code."""
-    if not is_by_config(opened.model):
-        return None
     model = opened.model.model if isinstance(opened.model, Adapted) else opened.model
+    if model is not None and not isinstance(model, str):
+        return None
     return model, replace(opened.base, files=(), tensors={}).to_json()
 
 

@@ -173,6 +173,12 @@ def test_a_key_that_is_no_name(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
+def test_deep_tuples_do_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks.")
+    with pytest.raises(CheckpointError, match="more than 4096 items, or of three levels"):
+        read_dcp_metadata(tmp_path)
+
+
 def test_hostile_payload_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     metadata = metadata_of({"w": cut(torch.ones(4))}, tmp_path)
@@ -223,6 +229,8 @@ def change_place(metadata: Any, **fields: Any) -> None:
     ("fields", "message"),
     [
         ({"relative_path": "../secret"}, "only plain names of files beside"),
+        ({"relative_path": "/etc/passwd"}, "only plain names of files beside"),
+        ({"relative_path": ".."}, "only plain names of files beside"),
         ({"relative_path": "link"}, "outside the checkpoint"),
         ({"relative_path": "gone"}, "gone: tensor 'w': the file that holds it is missing"),
         ({"relative_path": "pipe"}, "not a regular file"),
