@@ -36,10 +36,18 @@ def lines_of(record: dict[str, Any], outcome: str) -> list[str]:
     return [f"{line['part']}: {line['what']}" for line in record["lines"] if line["outcome"] == outcome]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1000)
-def test_all_parts_pass_on_cpus(tmp_path: Path) -> None:
-    status, record = run(tmp_path, DEVICE="cpu", BUDGET="880")
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.full),
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+        ),
+    ],
+)
+def test_all_parts_pass(device: str, tmp_path: Path) -> None:
+    status, record = run(tmp_path, DEVICE=device, BUDGET="880")
     failed = [line for line in record["lines"] if line["outcome"] not in ("ok", "figure")]
     assert not failed
     assert status == 0
