@@ -21,7 +21,7 @@ from raysharding.distributed.fully_shard import local_tensor
 from raysharding.distributed.weights import WeightStream
 from raysharding.models import Adapted, build_module
 from raysharding.worker import Worker, current_worker
-from tests.distributed.loading.load_checks import ODD, loaded_odd
+from tests.distributed.loading.load_checks import ODD, sharded
 from tests.spawn import device_type
 
 WHOLE = ("llama-tied", "mixtral", "bert")
@@ -74,14 +74,16 @@ def check_files(root: Path) -> None:
         found += differences(streamed(module), wanted, rank == 0)
         found += differences(streamed(module, ranks=[last], bucket_bytes=1000), wanted, rank == last)
         found += differences(streamed(module, ranks={*range(last + 1)}, bucket_bytes=10_000), wanted)
-    module = loaded_odd(root)
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
     found += differences(streamed(module, bucket_bytes=1000), load_file(root / ODD), rank == 0)
     assert not found
 
 
 def check_dtype(root: Path) -> None:
     """Floating-point tensors alone are converted, and travel narrow."""
-    module = loaded_odd(root)
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
     sent, found, file = {}, [], load_file(root / ODD)
     for dtype in (None, torch.bfloat16, torch.float64):
         stream = WeightStream(module, dtype=dtype)
