@@ -18,6 +18,7 @@ from raysharding.distributed.accelerate_compat.sharding import sharding_of
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.comm import current_group, get_rank, init_mesh, mesh_group, using_group
 from raysharding.distributed.fully_shard import meta_like, module_tensors, shard_groups, tensor_slots, unwrapped
+from raysharding.errors import PlanError
 from raysharding.models import input_and_output, wrap_groups
 
 
@@ -48,7 +49,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Raises:
         PlanError: (a ValueError) On every rank: settings that do not fit the model, models that differ between the
-            ranks, or values that rank 0 does not have.
+            ranks, values that rank 0 does not have, or 4-bit parameters of bitsandbytes, which this does not shard.
         ValueError: accelerate's own: the model lacks a class that the plugin, or its `_no_split_modules`, names.
     """
     root = unwrapped(model)
@@ -56,6 +57,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         return model
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(root)
+    _refuse_4_bit(root)
     mesh = _mesh_of(accelerator)
     with using_group(current_group() if mesh is None else mesh_group(mesh)):
         _raise_precision(accelerator, root)
@@ -74,6 +76,15 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         shard_groups(root, mesh, replace(sharding, param_init_fn=None), groups, unfreed)
         fill(root, module_tensors, values)
     return model
+
+
+def _refuse_4_bit(model: nn.Module) -> None:
+    found = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Params4bit"]
+    if found:
+        raise PlanError(
+            f"{found[0]} and {len(found) - 1} more are 4-bit parameters of bitsandbytes: load the model without "
+            "quantization_config, or name their modules in ignored_modules and shard with shard_module"
+        )
 
 
 def _raise_precision(accelerator: Any, model: nn.Module) -> None:

@@ -52,8 +52,7 @@ def finish(
     with agreeing():  # magnitudes are computed from all weights, and checksums of all bytes
         if error is not None:
             raise error
-        total = sum(map(plan.buckets.payload_bytes, range(len(plan.buckets))))
-        context.progress("finalize", total, total, "")
+        context.progress("finalize", plan.buckets.total_bytes, plan.buckets.total_bytes, "")
         if ruled := [name for name, layer in layers.items() if layer is None]:
             initialiser = Initialiser(context.module, context.loading.seed)
             for name in ruled:

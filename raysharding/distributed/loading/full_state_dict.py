@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -149,9 +148,10 @@ def _require_sound_groups(module: nn.Module) -> None:
             for item in group:
                 # FSDP2 allocates its buffers in the first forward, and keeps them.
                 if item.full is not None and item.stored_dtype != item.shard.dtype:
-                    what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into"
-                    when = "but it ran already: do so before the first forward"
-                    raise PlanError(f"{what} {item.shard.dtype}, {when}, or {cure}")
+                    what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
+                    raise PlanError(
+                        f"{what}{item.shard.dtype}, but it ran already: do so before the first forward, or {cure}"
+                    )
 
 
 def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> Callable[[], None]:
@@ -169,14 +169,16 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> Callable
                 new[tensor] = meta_like(tensor, dtype)
                 new[tensor].__dict__.update(tensor.__dict__)
     slots = [slot for slot in tensor_slots(one for _, one in named_submodules(module)) if slot[2] in new]
+    for table, name, tensor in slots:
+        table[name] = new[tensor]
+    tell_fsdp(module)
 
-    def put(is_new: bool) -> None:
+    def restore() -> None:
         for table, name, tensor in slots:
-            table[name] = new[tensor] if is_new else tensor
+            table[name] = tensor
         tell_fsdp(module)
 
-    put(True)
-    return partial(put, False)
+    return restore
 
 
 def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:

@@ -39,11 +39,14 @@ from raysharding.distributed.loading.plan import (
     LoadPlan,
     Origin,
     Progress,
+    Proposal,
     agree_on_plan,
     make_source,
+    propose_load,
     silent,
 )
 from raysharding.distributed.loading.report import LoadReport
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
     JOB_BYTES,
     Broadcast,
@@ -126,13 +129,24 @@ def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Pro
     shards, peak = ShardMap.of(tensors), MemoryPeak(device)
     context = LoadContext(module, loading, progress, stall_s, shards, device, peak, checksums, started)
     progress("plan", 0, 0, "")
+    # Ranks allocate while rank 0 reads headers, unless memory depends on the plan (mapped files, a state dict).
+    is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
+    proposal: Proposal | None = None
+    error: Exception | None = None
     with ExitStack() as undo:
-        plan = agree_on_plan(context, tensors, origin)
+        try:
+            proposal = propose_load(module, tensors, origin, loading)
+            if is_early:
+                tensors = _allocate(context, tensors, None, undo)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
+            error = raised
+        plan = agree_on_plan(proposal, error, context)
         if shards.rank == 0:
             reads = plan.read_plan
             _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
-        with agreeing():  # the others would wait in the stream for a rank that failed
-            tensors = _allocate(context, tensors, plan, undo)
+        if not is_early:
+            with agreeing():  # the others would wait in the stream for a rank that failed
+                tensors = _allocate(context, tensors, plan, undo)
         error, measured = _stream(context, plan, tensors)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
@@ -142,25 +156,26 @@ def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Pro
 
 
 def _allocate(
-    context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan, undo: ExitStack
+    context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan | None, undo: ExitStack
 ) -> dict[str, torch.Tensor]:
     """Allocate or map the memory of the module. Not collective.
 
     Args:
         context: The load.
         tensors: FQN → tensor of the module, on meta or real.
-        plan: States which tensors are mapped, and which a state dict names.
+        plan: States which tensors are mapped, and which a state dict names. `None`: all tensors get memory.
         undo: Moves the tensors back to meta after a failure, so that uninitialised values cannot be used.
 
     Returns:
         FQN → current tensor of the module.
     """
-    mapped, named = {}, None
-    if plan.mapped:
+    mapped = {}
+    if plan is not None and plan.mapped:
         assert plan.files is not None, "every rank reads"
         found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
         mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
-    if plan.outline.file_locations is None:
+    named = None
+    if plan is not None and plan.outline.file_locations is None:
         named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
         named.update(id(tensors[fqn]) for fqn in plan.outline.initialised)
     undo.callback(materialize(context.module, context.device, mapped, named))
@@ -203,6 +218,7 @@ def _stream(
         "wire_bytes": transport.wire_bytes,
         "shared_bytes": transport.shared_bytes,
         "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in slots),
+        **{name: getattr(stream, name) for name in ("read_s", "send_s", "place_s")},
     }
 
 

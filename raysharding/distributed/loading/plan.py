@@ -53,7 +53,9 @@ from raysharding.distributed.transfer import (
     Request,
     TensorSource,
     as_memory,
+    extents_from_json,
     extents_of,
+    extents_to_json,
     plan_buckets,
     wire_dtype,
 )
@@ -130,7 +132,7 @@ class Outline(Matched):
     file_locations: Mapping[str, Any] | None
     """`FileLocations` of rank 0 as JSON; `None` for a state dict in its memory, and for random weights."""
     extents: tuple[Any, ...] | None
-    """Fields of the extents of each tensor in the files; `None` if only rank 0 reads."""
+    """Extents of the tensors in the files, by `extents_to_json`; `None` if only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
     """(canonical FQN, wire dtype such as `bfloat16`) of the loaded tensors: first sharded tensors that are ranges of
     files, in file order, then replicated tensors and tensors that rank 0 computes."""
@@ -164,6 +166,20 @@ class CheckpointMatch:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """Information of one rank before the exchange with the others."""
+
+    layouts: Mapping[str, TensorLayout]
+    """FQN → layout of every tensor of this rank's module."""
+    digests: tuple[str, ...]
+    """Digests of module and options, which must be equal on all ranks."""
+    on_meta: frozenset[str]
+    """FQNs of tensors without memory."""
+    match: CheckpointMatch | None
+    """The match on rank 0; `None` on other ranks."""
+
+
+@dataclass(frozen=True)
 class LoadPlan:
     """The complete plan, before data moves."""
 
@@ -183,42 +199,50 @@ class LoadPlan:
     """The match, on rank 0; `None` on other ranks."""
 
 
-def agree_on_plan(context: LoadContext, tensors: Mapping[str, torch.Tensor], origin: Origin) -> LoadPlan:
-    """Match module and checkpoint on rank 0, compare the ranks, and plan the buckets; collective.
+def propose_load(module: nn.Module, tensors: Mapping[str, torch.Tensor], origin: Origin, loading: Loading) -> Proposal:
+    """Describe this rank's module, and on rank 0 match it with the checkpoint. Not collective.
 
     Args:
-        context: The load.
-        tensors: `module_tensors` of the module; on meta if the load is to allocate them.
+        module: The sharded module; on meta if the load is to allocate it.
+        tensors: Its `module_tensors`.
         origin: Path or URI, which rank 0 opens; an open checkpoint; or a state dict in rank 0's memory.
+        loading: Options, the same on every rank.
+    """
+    layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
+    on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
+    own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
+    described = (own, on_meta, sorted(persistent_names(module))), loading
+    digests = tuple(hashlib.sha256(repr(item).encode()).hexdigest() for item in described)
+    match = _match(module, origin, loading, layouts) if get_rank() == 0 else None
+    return Proposal(layouts, digests, frozenset(on_meta), match)
+
+
+def agree_on_plan(proposal: Proposal | None, error: Exception | None, context: LoadContext) -> LoadPlan:
+    """Exchange proposals and plan the buckets; collective.
+
+    Args:
+        proposal: Proposal of this rank; `None` after an error.
+        error: Error of this rank, or `None`.
+        context: The load.
 
     Raises:
         CheckpointError: On every rank, if the headers are unreadable or unsafe, or readers see different files.
         PlanError: On every rank, if the checkpoint does not fit, or ranks differ in module or options.
     """
     loading, shards = context.loading, context.shards
-    layouts: dict[str, TensorLayout] = {}
-    match: CheckpointMatch | None = None
-    error: Exception | None = None
-    try:
-        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
-        match = _match(context.module, origin, loading, layouts) if get_rank() == 0 else None
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
-    described = (list(layouts.values()), on_meta, sorted(persistent_names(context.module))), loading
-    digests = [hashlib.sha256(repr(item).encode()).hexdigest() for item in described]
-    outline, by_rank, found = _exchange(match, error, digests, loading)
+    outline, by_rank, found = _exchange(proposal, error, loading)
+    assert proposal is not None, "this rank would have raised its error"
     why = "rank 0 holds the state dict" if outline.tensors else "no weights are read"
     read_plan = ReadPlan(loading.transport, (0,), why)
     if outline.file_locations is not None:
         there = FileLocations.from_json(outline.file_locations)
         piece_bytes = outline.checkpoint_bytes // max(1, len(outline.tensors) * shards.num_shards)
         read_plan = plan_reads(loading, there, by_rank, found, piece_bytes)
-    extents = _all_extents(match, outline)
-    files = found if match is None else match.checkpoint.files
+    extents = _all_extents(proposal.match, outline)
+    files = found if proposal.match is None else proposal.match.checkpoint.files
     reads = shards.rank in read_plan.readers
-    planned = [PlannedTensor(layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    mapped = mappable(planned, extents, on_meta) if loading.mmap else []
+    planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
+    mapped = mappable(planned, extents, proposal.on_meta) if loading.mmap else []
     names = {layout.fqn for layout, _ in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
@@ -230,17 +254,18 @@ def agree_on_plan(context: LoadContext, tensors: Mapping[str, torch.Tensor], ori
     first_bytes = rest_bytes * (shards.num_shards if read_plan.transport == "local" else 1)
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     held = files if reads else None
-    return LoadPlan(outline, read_plan, buckets, held, extents, tuple(mapped), match)
+    return LoadPlan(outline, read_plan, buckets, held, extents, tuple(mapped), proposal.match)
 
 
 def _exchange(
-    match: CheckpointMatch | None, error: Exception | None, digests: list[str], loading: Loading
+    proposal: Proposal | None, error: Exception | None, loading: Loading
 ) -> tuple[Outline, list[FileVisibility], tuple[CheckpointFile, ...]]:
     """Receive rank 0's outline, and exchange digests and visibility of files; collective.
 
     Returns:
         The outline, the visibility of the files on each rank (empty if not needed), and the files of this rank.
     """
+    match = None if proposal is None else proposal.match
     # Every rank calls this, after an error too, where rank 0 sends `None`: the others would wait in the broadcast.
     received = broadcast_json(None if match is None else vars(match.outline))
     outline = None if received is None else Outline.from_json(received)
@@ -249,7 +274,7 @@ def _exchange(
     if outline is not None and outline.file_locations is not None:
         visibility, found = check_visibility(loading, FileLocations.from_json(outline.file_locations))
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
-    answers = agree(error, (digests, None if visibility is None else asdict(visibility)))
+    answers = agree(error, (proposal and proposal.digests, None if visibility is None else asdict(visibility)))
     for index, what in enumerate(("built another model", "were given other options")):
         differing = [str(rank) for rank, (theirs, _) in enumerate(answers) if theirs[index] != answers[0][0][index]]
         if differing:
@@ -265,8 +290,7 @@ def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str
         return {fqn: extents_of(match.checkpoint, match.keys.targets[fqn]) for fqn, _ in outline.tensors}
     if outline.extents is None:
         return {}
-    pairs = zip(outline.tensors, outline.extents, strict=True)
-    return {fqn: None if item is None else tuple(map(Extent._make, item)) for (fqn, _), item in pairs}
+    return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
 
 
 def _match(module: nn.Module, origin: Origin, loading: Loading, layouts: Mapping[str, TensorLayout]) -> CheckpointMatch:
@@ -335,7 +359,7 @@ def _outline(
     computed = [target for target in targets if target.fqn not in cut]
     extents = None
     if get_world_size() > 1 and not rank_0_reads(loading):
-        extents = tuple(extents_of(checkpoint, target) for target in (*ranged, *computed))
+        extents = tuple(extents_to_json(extents_of(checkpoint, target)) for target in (*ranged, *computed))
     return Outline(
         checkpoint=checkpoint.path,
         checkpoint_bytes=checkpoint.num_bytes,

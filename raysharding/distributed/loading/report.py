@@ -43,6 +43,12 @@ class LoadReport(Report, Matched):
     """Headers, key mapping and bucket plan; slowest rank."""
     stream_s: float = field(metadata=_SLOWEST)
     """From the first bucket to the last; slowest rank."""
+    read_s: float = field(metadata=_SLOWEST)
+    """Reading files, in a thread that overlaps with sending; slowest rank."""
+    send_s: float = field(metadata=_SLOWEST)
+    """Starting and waiting for messages; slowest rank."""
+    place_s: float = field(metadata=_SLOWEST)
+    """Copying from buffers into shards; slowest rank."""
     initialise_s: float = field(metadata=_SLOWEST)
     """Initialising tensors that the checkpoint lacks; slowest rank."""
     num_buckets: int
@@ -106,14 +112,23 @@ class LoadReport(Report, Matched):
     def _parts(self) -> list[Table]:
         shared = f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else ""
         mapped = f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""
-        parts = f"plan {self.plan_s:.2f} s, stream {self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s"
-        ranks = f"{self.world_size} ranks, {self.num_buckets} buckets of at most {format_bytes(self.bucket_bytes)}"
-        peak = self._per_rank(self.peak_extra_bytes)
         rows = [
-            ("time", f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s ({parts})"),
-            ("transport", f"{self.transport} ({self.transport_reason}) to {ranks}"),
+            (
+                "time",
+                f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
+                f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
+            ),
+            ("overlap", f"read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream"),
+            (
+                "transport",
+                f"{self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
+                f"buckets of at most {format_bytes(self.bucket_bytes)}",
+            ),
             ("bytes", f"read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}{shared}{mapped}"),
-            ("memory", f"shards {self._per_rank(self.shard_bytes)}; peak above them {peak}"),
+            (
+                "memory",
+                f"shards {self._per_rank(self.shard_bytes)}; peak above them {self._per_rank(self.peak_extra_bytes)}",
+            ),
         ]
         if any(self.peak_device_bytes):
             rows.append(("device", f"peak {self._per_rank(self.peak_device_bytes)}"))

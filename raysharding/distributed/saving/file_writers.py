@@ -252,12 +252,16 @@ class _Writers:
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Write values of a gather."""
-        try:
-            for key, at, start, stop in self._runs.parts(name, first, values.numel()) if self.error is None else ():
-                dtype = self._layout[key].dtype
-                self._file_of[key].write_at(key, at * dtype.itemsize, as_bytes(values[start:stop].to(dtype)))
-        except Exception as error:  # noqa: BLE001 - see the class
-            self.error = error
+        if self.error is None:
+            try:
+                self._write(name, first, values)
+            except Exception as error:  # noqa: BLE001 - see the class
+                self.error = error
+
+    def _write(self, source: str, first: int, values: torch.Tensor) -> None:
+        for key, at, start, stop in self._runs.parts(source, first, values.numel()):
+            dtype = self._layout[key].dtype
+            self._file_of[key].write_at(key, at * dtype.itemsize, as_bytes(values[start:stop].to(dtype)))
 
     def close(self) -> Exception | None:
         """Sync and close all files, and fill `written`; return the first error."""

@@ -54,7 +54,9 @@ from raysharding.distributed.transfer.sources import (
     TensorSource,
     as_bytes,
     as_memory,
+    extents_from_json,
     extents_of,
+    extents_to_json,
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream

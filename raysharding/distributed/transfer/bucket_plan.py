@@ -201,6 +201,11 @@ class BucketPlan:
         """Return the last tensor with elements in bucket `index`."""
         return self.tensors[self.cuts[index][-1].tensor]
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, once each, in their wire dtype."""
+        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
+
     def payload_bytes(self, index: int) -> int:
         """Return the bytes of all segments of bucket `index`, without making it."""
         return sum(cut.payload_bytes for cut in self.cuts[index])

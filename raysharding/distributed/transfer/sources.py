@@ -74,14 +74,8 @@ class Extent(NamedTuple):
     """Checkpoint key of the bytes."""
     key_offset: int
     """First byte of the key's tensor in the file."""
-    dtype_name: str
-    """dtype in the file, such as `bfloat16`."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype in the file."""
-        found: torch.dtype = getattr(torch, self.dtype_name)
-        return found
+    dtype: torch.dtype
+    """dtype in the file."""
 
 
 _Part = tuple[Extent, "Request"]
@@ -98,9 +92,24 @@ def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
     for run in target.runs:
         info = checkpoint.tensors[run.source]
         offset = info.offset + run.source_start * info.dtype.itemsize
-        dtype = str(info.dtype).removeprefix("torch.")
-        extents.append(Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, dtype))
+        extents.append(
+            Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, info.dtype)
+        )
     return tuple(extents)
+
+
+def extents_to_json(extents: Extents) -> Any:
+    """Encode as JSON."""
+    if extents is None:
+        return None
+    return [(*extent[:-1], str(extent.dtype).removeprefix("torch.")) for extent in extents]
+
+
+def extents_from_json(value: Any) -> Extents:
+    """Undo `extents_to_json`."""
+    if value is None:
+        return None
+    return tuple(Extent._make((*fields, getattr(torch, dtype))) for *fields, dtype in value)
 
 
 class Request(NamedTuple):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,8 @@ class ReadAhead:
     """Jobs that run at once."""
     error: Exception | None = None
     """The first error of a read."""
+    read_s: float = 0.0
+    """Seconds of reading, of one thread on average."""
 
     def __post_init__(self) -> None:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
@@ -177,10 +179,12 @@ class ReadAhead:
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
             index, job = item
+            started = perf_counter()
             with self._catching():
                 if self.error is None and not self._stopped:
                     job()
             with self._lock:
+                self.read_s += (perf_counter() - started) / self.num_threads
                 self._num_left[index % len(self.slots)] -= 1
                 is_last = not self._num_left[index % len(self.slots)]
             if is_last:
@@ -257,6 +261,12 @@ class BucketStream:
     """Samples the memory of this process after each bucket."""
     progress: Callable[[int, int], None]
     """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
+    read_s: float = 0.0
+    """Seconds of reading files, of one of the threads on average."""
+    send_s: float = 0.0
+    """Seconds of starting and waiting for messages."""
+    place_s: float = 0.0
+    """Seconds of copying from buffers into shards."""
 
     def run(self, source: TensorSource | None, num_threads: int = 1) -> Exception | None:
         """Read, send, receive and place every bucket.
@@ -273,7 +283,9 @@ class BucketStream:
             return self._run(None)
         shards, slots = self.local_shards, self.slots
         with ReadAhead(self.plan, source, self.transport, shards, slots, self.device, num_threads) as ahead:
-            return self._run(ahead)
+            error = self._run(ahead)
+        self.read_s = ahead.read_s
+        return error
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         flag = FailureFlag(len(self.plan), self.timeout_s)
@@ -282,10 +294,12 @@ class BucketStream:
             if ahead is not None:
                 ahead.next(self.timeout_s, partial(self.progress, index))
             transfer = BucketTransfer(index, bucket, self.slots[index % len(self.slots)].wire)
-            self.transport.start(transfer)
-            self.transport.arrive(transfer)
+            with self._sending():
+                self.transport.start(transfer)
+                self.transport.arrive(transfer)
             error = error or (None if ahead is None else ahead.error) or self._place(transfer)
-            self.transport.release(transfer)
+            with self._sending():
+                self.transport.release(transfer)
             if ahead is not None:
                 ahead.release(index)
             self.peak.sample()
@@ -298,8 +312,15 @@ class BucketStream:
             wait_for_event(device_module(self.device).current_stream(self.device).record_event(), self.timeout_s)
         return error
 
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        started = perf_counter()
+        yield
+        self.send_s += perf_counter() - started
+
     def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy received sections into the shards. Return an error, which all ranks exchange later."""
+        started = perf_counter()
         try:
             for section, memory in self.transport.received(transfer):
                 for segment in section.segments:
@@ -307,4 +328,6 @@ class BucketStream:
                         self.local_shards.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])
         except RuntimeError as error:  # usually out of memory
             return error
+        finally:
+            self.place_s += perf_counter() - started
         return None

@@ -24,7 +24,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     monkeypatch.setattr(sources, "JOB_BYTES", 8000)
     checkpoint = open_checkpoint(tmp_path)
     offset = checkpoint.tensors["values"].offset
-    extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, "int64"),)}
+    extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
     with FileReader(checkpoint.files) as reader:
         yield CheckpointSource({}, extents, {}, reader, piece_bytes=8000)
 
