@@ -92,6 +92,7 @@ class Trainer:
         """Position of the last run, or of the run in which the loaded weights were saved."""
         self._fit: Fit | None = None
         self._steps: list[StepMetrics] = []
+        self._saves_async = False
         self._dropped: tuple[str, ...] = ()
         self._warning: str | None = None
 
@@ -271,6 +272,7 @@ class Trainer:
         position: Position | None,
         resume: bool,
         save_to: str | None = None,
+        async_save: bool = False,
     ) -> FitStart:
         """Check the data and determine where the run begins. Collective.
 
@@ -280,6 +282,7 @@ class Trainer:
                 ranks must hold a position.
             resume: Continue at the position of the last run; otherwise begin a new run.
             save_to: Directory of the run's saves, which must not hold another run's saves; `None`: no saves.
+            async_save: Write the saves in the background.
 
         Returns:
             The run's state before its next step.
@@ -301,6 +304,7 @@ class Trainer:
             bounds = InputBounds.of(module).for_loss(plan.loss)
             self._fit = Fit(plan, self._status.device, found, bounds, module)
             self.position = self._fit.position
+            self._saves_async = async_save
             has_save = False
             if save_to is not None:
                 here = self.position
@@ -348,13 +352,16 @@ class Trainer:
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
-                if number == num_steps:
+                if number == num_steps or self._saves_async:
                     self._fit.settle()
                 self.position = self._fit.position
             if step_metrics is None:
                 return self._taken(is_over=True)
             self._status.weights_version += 1
             self._steps.append(step_metrics)
+            if self._saves_async:
+                self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
+                self._saves_async = False
         return self._taken(is_over=False)
 
     def _taken(self, *, is_over: bool) -> FitSteps:

@@ -124,6 +124,7 @@ def rounds_on_ranks(num_layers: int, rounds: int, root: Path) -> list[Seconds]:
     """On every rank: all arms, round by round."""
     module = build(num_layers)
     saver = AsyncSaver()
+    saver.prepare(module)  # as `fit` does after its first step
     memory = [local_tensor(parameter).clone() for parameter in module.parameters()]
     arms: list[Callable[[nn.Module, Path], Seconds]] = [
         ours,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -25,6 +25,7 @@ from raysharding.config import Loading
 from raysharding.distributed.comm import BUCKETS_PER_CHECK, agreeing, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
+    local_tensor,
     materialize,
     message_device,
     module_tensors,
@@ -60,7 +61,9 @@ from raysharding.distributed.transfer import (
     Slot,
     SlotBytes,
     connect_ranks,
+    is_fresh,
     make_ring,
+    prefault,
     share_rings,
 )
 from raysharding.errors import CheckpointError
@@ -133,21 +136,25 @@ def load_from(module: nn.Module, origin: Origin, loading: Loading, progress: Pro
     is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
     proposal: Proposal | None = None
     error: Exception | None = None
+    memory: list[torch.Tensor] = []
     with ExitStack() as undo:
         try:
             proposal = propose_load(module, tensors, origin, loading)
             if is_early:
                 tensors = _allocate(context, tensors, None, undo)
+                memory = [local_tensor(tensor) for tensor in tensors.values()]
         except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             error = raised
-        plan = agree_on_plan(proposal, error, context)
-        if shards.rank == 0:
-            reads = plan.read_plan
-            _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
-        if not is_early:
-            with agreeing():  # the others would wait in the stream for a rank that failed
-                tensors = _allocate(context, tensors, plan, undo)
-        error, measured = _stream(context, plan, tensors)
+        fresh = is_fresh(memory)
+        with prefault(memory if fresh else []):
+            plan = agree_on_plan(proposal, error, context)
+            if shards.rank == 0:
+                reads = plan.read_plan
+                _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
+            if not is_early:
+                with agreeing():  # the others would wait in the stream for a rank that failed
+                    tensors = _allocate(context, tensors, plan, undo)
+            error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
     if plan.outline.base is not None:
@@ -183,7 +190,7 @@ def _allocate(
 
 
 def _stream(
-    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
 ) -> tuple[Exception | None, dict[str, Any]]:
     """Transfer all buckets of a plan; collective.
 
@@ -191,6 +198,7 @@ def _stream(
         context: This load.
         plan: What moves.
         tensors: FQN → tensor of the module, with memory.
+        fresh: True if that memory was never touched.
 
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
@@ -202,7 +210,7 @@ def _stream(
         done = min(ends[index] + num_bytes, ends[index + 1])
         context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
 
-    local_shards = LocalShards(plan.buckets.tensors, tensors)
+    local_shards = LocalShards(plan.buckets.tensors, tensors, fresh)
     transport, slots = _make_transport(context, plan, local_shards)
     stream = BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
@@ -244,7 +252,7 @@ def _make_transport(
         memory_of = partial(local_shards.memory, device_type=context.device.type)
         transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
     # One rank alone can run out of memory for its ring: the others would wait for it in the stream.
-    with agreeing():
+    with nullcontext() if plan.is_straight else agreeing():
         flag = torch.zeros(1, device=context.device)
         shared = rings.rings.get(rank)
         ring = make_ring(slot, context.device) if shared is None else [Slot(buffer, buffer) for buffer in shared.slots]

@@ -44,6 +44,7 @@ from raysharding.distributed.loading.readers import (
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict, StateDictSource
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
+    STRAIGHT_BYTES,
     BucketPlan,
     CheckpointSource,
     Extent,
@@ -197,6 +198,8 @@ class LoadPlan:
     """Tensors that are not streamed, because each rank maps its shard; the same on every rank."""
     match: CheckpointMatch | None
     """The match, on rank 0; `None` on other ranks."""
+    is_straight: bool
+    """True if every rank reads directly into its shard, so that no rank has a ring; the same on every rank."""
 
 
 def propose_load(module: nn.Module, tensors: Mapping[str, torch.Tensor], origin: Origin, loading: Loading) -> Proposal:
@@ -249,12 +252,23 @@ def agree_on_plan(proposal: Proposal | None, error: Exception | None, context: L
     # A rank that reads for others needs their segments; otherwise lengths suffice.
     reads_for_others = reads and (read_plan.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
+    alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and context.device.type == "cpu"
+    fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
-    # Parts of ranks that all read for themselves share only the bucket's number.
-    first_bytes = rest_bytes * (shards.num_shards if read_plan.transport == "local" else 1)
+    first_bytes = loading.bucket_bytes or (STRAIGHT_BYTES if alone and all(fits[:num_ranged]) else BUCKET_BYTES)
+    if read_plan.transport == "local":  # parts of ranks that all read for themselves share only the bucket's number
+        first_bytes *= shards.num_shards
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
-    held = files if reads else None
-    return LoadPlan(outline, read_plan, buckets, held, extents, tuple(mapped), proposal.match)
+    return LoadPlan(
+        outline,
+        read_plan,
+        buckets,
+        files if reads else None,
+        extents,
+        tuple(mapped),
+        proposal.match,
+        is_straight=alone and all(fits),
+    )
 
 
 def _exchange(

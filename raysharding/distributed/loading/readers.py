@@ -221,8 +221,12 @@ def _digest(files: Sequence[CheckpointFile]) -> str:
 
 def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:
     """Return ranks in an order in which the first ones are on different hosts."""
-    hosts = [by_rank[rank].host for rank in ranks]
-    return [rank for _, rank in sorted((hosts[:index].count(hosts[index]), rank) for index, rank in enumerate(ranks))]
+    on_host: dict[tuple[str, ...], int] = {}
+    position = {}
+    for rank in ranks:
+        host = tuple(by_rank[rank].host)
+        position[rank] = on_host[host] = on_host.get(host, -1) + 1
+    return sorted(ranks, key=lambda rank: (position[rank], rank))
 
 
 def _named(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import agreeing, nobody_connects_later, using_group
+from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later, using_group
+from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
+from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.save import (
     Destination,
     HostMemory,
@@ -24,6 +27,7 @@ from raysharding.distributed.saving.save import (
     SaveContents,
     SaveReport,
     begin_save,
+    model_contents,
 )
 from raysharding.errors import CheckpointError
 
@@ -56,6 +60,7 @@ class AsyncSaver:
         self._group: dist.ProcessGroup | None = None
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self._saves: dict[int, BackgroundSave] = {}
         self._last = 0
 
@@ -89,6 +94,8 @@ class AsyncSaver:
         save = begin_save(module, destination, optimizer, position, stall_s)
         try:
             group = self._own_group(stall_s)
+            if self._preparing is not None:
+                self._preparing.join()  # it allocates memory, and does not wait for other ranks
             # Memory may be short on one rank alone: the threads of the others would wait for its messages.
             with agreeing():
                 contents = self._copied(save)
@@ -113,6 +120,43 @@ class AsyncSaver:
                 "bucket at a time",
                 path=save.destination.path,
             ) from error
+
+    def prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, stall_s: float = 120.0
+    ) -> None:
+        """Prepare the first save, to shorten the stop of training; collective.
+
+        Makes the process group and, in a thread, allocates memory for the copies: the first copy into new memory takes
+        twice as long.
+
+        Args:
+            module: See `save`.
+            optimizer: See `save`; after its first step, which makes its state.
+            stall_s: See `save`.
+        """
+        if self._preparing is not None or self._saves:
+            return
+        self._own_group(stall_s)
+        module = unwrapped(module)
+        reshard(module)  # the shards are copied
+        held, _ = model_contents(module)
+        try:
+            state = {} if optimizer is None else OptimizerSnapshot.of(module, optimizer).tensors
+        except ValueError:
+            return  # the save raises on every rank
+
+        device = compute_device(module)
+
+        def run() -> None:
+            if is_accelerator(device):
+                # The current device is thread-local, and memory is pinned in its context.
+                device_module(device).set_device(device)
+            with suppress(RuntimeError):  # the save raises if memory is short
+                self._memory.reserve(held, "model")
+                self._memory.reserve(state, "optimizer")
+
+        self._preparing = threading.Thread(target=run, name="raysharding-reserve", daemon=True)
+        self._preparing.start()
 
     def _own_group(self, stall_s: float) -> dist.ProcessGroup:
         """Return the gloo group of the writing threads; collective if it must be made."""

@@ -162,8 +162,7 @@ def write_tensors(
         dtypes = {run.source: saved.dtype for saved in layout.values() for run in saved.runs}
         options: dict[str, Any] = {"beside": beside, "in_order": is_remote(directory), "dtypes": dtypes}
         gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
-        for done in gather.rounds():
-            on_round(done)
+        gather.run(on_round)
         # A full disk on one rank fails the save on all; without this, the others would commit.
         writers.merge(agree(writers.error, writers.for_others()))
         return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written))

@@ -228,8 +228,12 @@ class HostMemory:
                 device_module(device).current_stream(device).synchronize()
         return copied
 
-    def _copy(self, key: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor).detach()
+    def reserve(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
+        """Allocate memory for later copies. Arguments as for `copies`; the values do not matter."""
+        for name, tensor in tensors.items():
+            self._buffer((kind, name), local_tensor(tensor))
+
+    def _buffer(self, key: tuple[str, str], local: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
             pin = is_accelerator(local.device)
@@ -237,6 +241,11 @@ class HostMemory:
             if not pin:
                 back(buffer)  # page faults during the copy take longer
             self._buffers[key] = buffer
+        return buffer
+
+    def _copy(self, key: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor).detach()
+        buffer = self._buffer(key, local)
         buffer.copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
             return buffer

@@ -2,6 +2,7 @@
 
 from raysharding.distributed.transfer.bucket_plan import (
     BUCKET_BYTES,
+    STRAIGHT_BYTES,
     BucketPlan,
     PlannedTensor,
     Segment,
@@ -31,6 +32,8 @@ from raysharding.distributed.transfer.memory import (
     MemoryPeak,
     available_bytes,
     back,
+    is_fresh,
+    prefault,
     resident_bytes,
 )
 from raysharding.distributed.transfer.shared_memory import (

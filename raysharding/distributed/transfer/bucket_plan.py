@@ -13,7 +13,9 @@ Note: the default of 32 MiB.
     few messages and wake-ups, about 0.5 ms together: 5 % of the 10 ms that 32 MiB take from page cache, 2 % of those
     from a disk of 1 GB/s; half the size doubled the loss (warm, 4 ranks, 2 cores: 0.6 s at 32 MiB, 0.8 s at 16). A
     network of 50 GB/s needs 0.6 ms for a bucket: there the file is the limit, and a larger `bucket_bytes` helps only
-    sources in memory. At W = 64 a section is 0.5 MiB, still ten times the cost of a message. Other sizes:
+    sources in memory. At W = 64 a section is 0.5 MiB, still ten times the cost of a message. If each rank reads
+    directly into its shard, nothing is buffered, and a bucket of 64 MiB is only the interval of progress reports and
+    failure checks. Other sizes:
     `python -m tests.bench.loading --loading '{"bucket_bytes": ...}'`.
 
 `plan_in_order` plans tensors from their first element to their last, for files that are written in order.
@@ -36,6 +38,8 @@ from raysharding.units import MIB
 
 BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""
+STRAIGHT_BYTES = 64 * MIB
+"""Default size of a rank's part of a bucket that is read directly into its shard, without a buffer."""
 ALIGNMENT_BYTES = 16
 """Segments start at multiples of this, so that a slice of a buffer can be viewed as any dtype."""
 DIRECT_BYTES = 256 << 10

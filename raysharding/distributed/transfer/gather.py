@@ -68,9 +68,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 @dataclass
 class Gather:
-    """Gathers tensors on the ranks that need them.
-
-    Every rank makes one with equal arguments and iterates over `rounds` once.
+    """Gathers tensors on the ranks that need them. Every rank makes one with equal arguments and calls `run` once.
 
     In round k, every rank sends its sections of each destination's k-th bucket, and the destination passes the received
     segments to its sink. Large segments are sent from the shard, small ones are packed. The destination itself, and a
@@ -120,6 +118,12 @@ class Gather:
         if self.in_order:
             return plan_in_order(planned, self._shards.num_shards, share)
         return plan_buckets(planned, self._shards.num_shards, share)
+
+    def run(self, on_round: Callable[[int], None] | None = None) -> None:
+        """Transfer all tensors; collective. `on_round` is called on every rank with the bytes delivered so far."""
+        for delivered in self.rounds():
+            if on_round is not None:
+                on_round(delivered)
 
     def rounds(self) -> Iterator[int]:
         """Transfer all tensors, a bucket of each destination at a time; collective: every rank iterates to the end.
@@ -224,11 +228,16 @@ class Gather:
         def wire_bytes(segment: Segment) -> torch.Tensor:
             return as_bytes(local_shards.values(segment).to(planned[segment.tensor].wire_dtype))
 
-        packed = torch.empty(section.packed_bytes, dtype=torch.uint8, device=self.device)
-        for small in section.packed:
-            packed[small.offset : small.offset + small.num_bytes].copy_(wire_bytes(small))
-        large = [wire_bytes(segment).to(self.device) for segment in section.direct]
-        return [packed, *large] if section.packed_bytes else large
+        pieces = []
+        for _, length, segment in section.messages:
+            if segment is not None:
+                pieces.append(wire_bytes(segment).to(self.device))
+                continue
+            packed = torch.empty(length, dtype=torch.uint8, device=self.device)
+            for small in section.packed:
+                packed[small.offset : small.offset + small.num_bytes].copy_(wire_bytes(small))
+            pieces.append(packed)
+        return pieces
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
         received = buffer[: bucket.num_bytes]  # empty, where nothing is received
@@ -353,7 +362,6 @@ def gather_into(
     num_messages = 0
     for part in by_mesh(tensors):
         gather = Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes)
-        for _ in gather.rounds():
-            pass
+        gather.run()
         num_messages += gather.num_messages
     return num_messages

@@ -6,15 +6,17 @@ Note: which ranks share.
     token. A rank without permission (another container or user) reports that, and gets messages instead. Hosts that are
     simulated by network namespaces count as different hosts. The buffers are followed by counters of progress.
 
-`Counters` replace messages of one byte, which would wake two threads on each side. A waiting process looks at them
-again and again, at first every 20 µs, later every millisecond.
+`Counters` replace messages of one byte: a message between two ranks wakes two threads on each side, a futex wakes only
+the waiting thread. Linux, see futex(2).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import platform
 import secrets
 import socket
 import threading
@@ -29,14 +31,23 @@ import torch
 from raysharding.distributed.comm import agree, all_gather_json, get_rank, get_world_size, waits_for_ranks
 from raysharding.distributed.transfer.buffers import RING_SIZE
 
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE = 0, 1
 WORD_BYTES = 4
 """Bytes of a counter."""
 _STOPPED = 0xFFFFFFFF
 """Value of a counter whose process goes no further."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
-"""Seconds between two looks of a waiting process at a counter."""
-_CHECK_S = 1.0
+_SLICE_S = 1.0
 """Seconds between checks of a waiting process that the other process is alive."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def has_futex() -> bool:
+    """Return True if the number of the system call is known for this machine."""
+    return platform.system() == "Linux" and platform.machine() in _FUTEX
 
 
 class Counters:
@@ -52,7 +63,10 @@ class Counters:
         self._memory = memory
         self._is_stopped = False
         self._words = (ctypes.c_uint32 * count).from_buffer(memory, offset)
+        self._address = ctypes.addressof(self._words)
+        self._libc = ctypes.CDLL(None, use_errno=True)
         self._fence = threading.Lock()  # a memory fence, which plain loads and stores are not on every machine
+        self._number = _FUTEX[platform.machine()]
 
     def stop(self) -> None:
         """Make every waiter of these counters raise, from now on; the memory is not used again. From any thread."""
@@ -61,9 +75,10 @@ class Counters:
             self.post(index, _STOPPED)
 
     def post(self, index: int, value: int) -> None:
-        """Set a counter; who waits for it sees all earlier writes to the memory."""
+        """Set a counter and wake its waiters, which see all earlier writes to the memory."""
         with self._fence:
             self._words[index] = _STOPPED if self._is_stopped else value
+        self._call(index, _WAKE, 0x7FFFFFFF, None)
 
     @waits_for_ranks
     def wait(self, index: int, value: int, timeout_s: float, pid: int) -> None:
@@ -78,22 +93,30 @@ class Counters:
         Raises:
             RuntimeError: The process died, did not reach the value in time, or called `stop`.
         """
-        begun = checked = time.monotonic()
-        pause = _FIRST_PAUSE_S
+        until = time.monotonic() + timeout_s
         while (found := self._words[index]) < value:
-            now = time.monotonic()
-            if now - begun >= timeout_s:
+            left = until - time.monotonic()
+            if left <= 0:
                 raise RuntimeError(f"process {pid} of this host said nothing for {timeout_s:.0f} s")
-            if now - checked >= _CHECK_S:
-                if not _is_alive(pid) and self._words[index] < value:
-                    raise RuntimeError(f"process {pid} of this host is gone")
-                checked = now
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            # Returns at once if the counter has changed.
+            self._call(index, _WAIT, found, min(left, _SLICE_S))
+            if self._words[index] < value and not _is_alive(pid):
+                raise RuntimeError(f"process {pid} of this host is gone")
         if found == _STOPPED:
             raise RuntimeError(f"process {pid} of this host has stopped")
         with self._fence:
             return
+
+    @waits_for_ranks
+    def _call(self, index: int, operation: int, value: int, timeout_s: float | None) -> None:
+        address = ctypes.c_void_p(self._address + index * WORD_BYTES)
+        timeout = None
+        if timeout_s is not None:
+            timeout = ctypes.byref(_Timespec(int(timeout_s), int(timeout_s % 1 * 1e9)))
+        number = ctypes.c_long(self._number)
+        if self._libc.syscall(number, address, operation, ctypes.c_uint32(value), timeout, None, 0) < 0:
+            code = ctypes.get_errno()
+            assert code in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT), os.strerror(code)
 
 
 def _is_alive(pid: int) -> bool:
@@ -142,25 +165,25 @@ def share_rings(slot_bytes: int) -> SharedRings:
         each ring once, in shared memory; pages count for each rank that touches them.
     """
     rank, world_size = get_rank(), get_world_size()
-    own = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else None
+    descriptor, memory = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else (None, None)
     try:
         # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.
-        mine = None if own is None else offer_shared(*own) | {"slot_bytes": slot_bytes}
+        mine = None if memory is None else offer_shared(descriptor, memory) | {"slot_bytes": slot_bytes}
         offers = dict(enumerate(all_gather_json(mine)))
         found = {reader: map_shared(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
         # Readers must know their peers before the stream, and keep the descriptor until the peers have opened it.
         every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)})
     finally:
-        if own is not None:
-            os.close(own[0])
+        if descriptor is not None:
+            os.close(descriptor)
     peers = {
         reader: readable
         for reader in offers
         if (readable := frozenset(peer for peer, value in enumerate(every) if reader in value["mapped"]))
     }
-    if own is not None:
-        mapped[rank] = own[1]
+    if memory is not None:
+        mapped[rank] = memory
     rings = {reader: _ring(ring, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers}
     return SharedRings(rings, peers, [value["pid"] for value in every])
 
@@ -176,8 +199,8 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int, mmap.mmap] | None:
-    """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None` on failure.
+def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int | None, mmap.mmap | None]:
+    """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None`s on failure.
 
     Does not raise: shared memory is optional, and the other ranks wait for this rank's result.
 
@@ -185,25 +208,27 @@ def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int, mmap.mmap] 
         data_bytes: Bytes at the start.
         num_counters: Number of counters after them, see `counters_in`.
     """
+    if not has_futex():
+        return None, None
     size = _pages(data_bytes) + _pages(num_counters * WORD_BYTES + _TOKEN_BYTES)
     descriptor: int | None = None
     try:
         descriptor = os.memfd_create("raysharding-ring", os.MFD_CLOEXEC)
         os.posix_fallocate(descriptor, 0, size)
         memory = mmap.mmap(descriptor, size)
-    except (AttributeError, OSError, ValueError):  # Linux alone has memfd_create
+    except (OSError, ValueError):
         if descriptor is not None:
             os.close(descriptor)
-        return None
+        return None, None
     return descriptor, memory
 
 
-def counters_in(memory: mmap.mmap, data_bytes: int, num_counters: int) -> Counters:
-    """Return the counters of memory that `reserve_shared` made with as many data bytes."""
-    return Counters(memory, _pages(data_bytes), num_counters)
+def counters_in(memory: mmap.mmap, data_bytes: int, num_counters: int, first: int = 0) -> Counters:
+    """Return counters, from number `first` on, of memory that `reserve_shared` made with as many data bytes."""
+    return Counters(memory, _pages(data_bytes) + first * WORD_BYTES, num_counters)
 
 
-def offer_shared(descriptor: int, memory: mmap.mmap) -> dict[str, Any]:
+def offer_shared(descriptor: int | None, memory: mmap.mmap) -> dict[str, Any]:
     """Return as JSON what `map_shared` needs. The descriptor must stay open until the others have mapped the memory."""
     memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
     return {

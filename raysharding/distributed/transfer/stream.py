@@ -214,12 +214,12 @@ class ReadAhead:
             alone = self.transport.is_alone(index, section)
             for segment in section.segments:
                 memory = self.local_shards.memory(segment, "cpu") if alone else None
+                if memory is not None:
+                    requests.append(self._request(segment, as_memory(memory)))
+                    continue
                 first = offsets[section.shard_index] + segment.offset
-                part = slot.memory[first : first + segment.num_bytes] if memory is None else as_memory(memory)
-                staged = _Staged(segment, first, alone) if memory is None else None
-                planned = self.plan.tensors[segment.tensor]
-                wanted = (planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype)
-                requests.append(Request(*wanted, part, staged))
+                part = slot.memory[first : first + segment.num_bytes]
+                requests.append(self._request(segment, part, _Staged(segment, first, alone)))
         return self.source.jobs(requests, partial(self._copy, slot))
 
     def _copy(self, slot: Slot, parts: Sequence[Request]) -> None:
@@ -243,6 +243,10 @@ class ReadAhead:
                     sent.append(piece)
             for piece in sent if self._stream is not None else ():
                 slot.wire[piece].copy_(slot.host[piece], non_blocking=True)
+
+    def _request(self, segment: Segment, memory: memoryview, staged: _Staged | None = None) -> Request:
+        planned = self.plan.tensors[segment.tensor]
+        return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory, staged)
 
 
 @dataclass
@@ -290,18 +294,8 @@ class BucketStream:
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         flag = FailureFlag(len(self.plan), self.timeout_s)
         error: Exception | None = None
-        for index, bucket in enumerate(self.plan):
-            if ahead is not None:
-                ahead.next(self.timeout_s, partial(self.progress, index))
-            transfer = BucketTransfer(index, bucket, self.slots[index % len(self.slots)].wire)
-            with self._sending():
-                self.transport.start(transfer)
-                self.transport.arrive(transfer)
-            error = error or (None if ahead is None else ahead.error) or self._place(transfer)
-            with self._sending():
-                self.transport.release(transfer)
-            if ahead is not None:
-                ahead.release(index)
+        for index in range(len(self.plan)):
+            error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
             self.progress(index, self.plan.payload_bytes(index))
             if flag.check(index, failed=error is not None):
@@ -310,6 +304,27 @@ class BucketStream:
         if is_accelerator(self.device):
             # The host reads offloaded shards next.
             wait_for_event(device_module(self.device).current_stream(self.device).record_event(), self.timeout_s)
+        return error
+
+    def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
+        if ahead is not None:
+            ahead.next(self.timeout_s, partial(self.progress, index))
+        transfer = BucketTransfer(index, self.plan[index], self.slots[index % len(self.slots)].wire)
+        with self._sending():
+            self.transport.start(transfer)
+        return transfer
+
+    def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
+        with self._sending():
+            self.transport.arrive(transfer)
+        if ahead is not None:
+            error = error or ahead.error
+        if error is None:
+            error = self._place(transfer)
+        with self._sending():
+            self.transport.release(transfer)
+        if ahead is not None:
+            ahead.release(transfer.index)
         return error
 
     @contextmanager

@@ -72,11 +72,17 @@ class Routes:
         served = self.served(index, shard_index)
         return tuple(rank for rank in self.path(index, shard_index) if rank not in served)
 
-    def sections(self, index: int, bucket: Bucket, rank: int, *, alone: bool) -> list[Section]:
-        """Return the sections of a bucket that `rank` reads and no other needs; or those that it sends or receives."""
-        paths = [self.path(index, section.shard_index) for section in bucket.sections]
-        pairs = zip(bucket.sections, paths, strict=True)
-        return [section for section, path in pairs if rank in path and (len(path) == 1) == alone]
+    def travelling(self, index: int, bucket: Bucket, rank: int) -> list[Section]:
+        """Return the sections of a bucket that `rank` reads for others, or receives."""
+        return [section for section in bucket.sections if self._concerns(index, section, rank, alone=False)]
+
+    def alone(self, index: int, bucket: Bucket, rank: int) -> list[Section]:
+        """Return the sections of a bucket that `rank` reads and no other rank needs."""
+        return [section for section in bucket.sections if self._concerns(index, section, rank, alone=True)]
+
+    def _concerns(self, index: int, section: Section, rank: int, alone: bool) -> bool:
+        path = self.path(index, section.shard_index)
+        return rank in path and (len(path) == 1) == alone
 
     def offsets(self, index: int, bucket: Bucket, rank: int) -> dict[int, int]:
         """Return shard index → first byte in `rank`'s buffer of its sections: shared ones first, then its own.
@@ -85,10 +91,9 @@ class Routes:
         """
         offsets: dict[int, int] = {}
         position = 0
-        for alone in (False, True):
-            for section in self.sections(index, bucket, rank, alone=alone):
-                offsets[section.shard_index] = position
-                position += section.num_bytes
+        for section in [*self.travelling(index, bucket, rank), *self.alone(index, bucket, rank)]:
+            offsets[section.shard_index] = position
+            position += section.num_bytes
         return offsets
 
     def slot_bytes(self, plan: BucketPlan, rank: int, local_shards: LocalShards) -> SlotBytes:
@@ -96,12 +101,12 @@ class Routes:
         host = wire = 0
         for index, bucket in enumerate(plan):
             offsets = self.offsets(index, bucket, rank)
-            for section in self.sections(index, bucket, rank, alone=False):
+            for section in self.travelling(index, bucket, rank):
                 end = offsets[section.shard_index] + section.num_bytes
                 wire = max(wire, end)
                 if self.path(index, section.shard_index)[0] == rank:
                     host = max(host, end)
-            for section in self.sections(index, bucket, rank, alone=True):
+            for section in self.alone(index, bucket, rank):
                 end = offsets[section.shard_index] + section.num_bytes
                 if not all(local_shards.takes_wire_bytes(segment.tensor, "cpu") for segment in section.segments):
                     host = max(host, end)
@@ -186,7 +191,7 @@ class Scatter:
         for reader in self._serve_me(transfer):
             ring = self._rings.rings[reader]
             ring.counters.wait(0, transfer.index + 1, self._timeout_s, ring.reader_pid)
-        longest = max(len(self.routes.chain(transfer.index, item.shard_index)) for item in transfer.bucket.sections)
+        longest = max(len(self._chain(transfer, section)) for section in transfer.bucket.sections)
         for hop in range(1, longest - 1):
             transfer.incoming = []
             self._start_hop(transfer, hop)
@@ -198,7 +203,7 @@ class Scatter:
         held = (self.routes.shards.shard_index, REPLICATED)
         own = self.routes.offsets(index, bucket, self._rank)
         theirs: dict[int, dict[int, int]] = {}
-        for section in self.routes.sections(index, bucket, self._rank, alone=False):
+        for section in self.routes.travelling(index, bucket, self._rank):
             if section.shard_index not in held:
                 continue  # read for others
             memory, offset = transfer.buffer, own[section.shard_index]
@@ -220,6 +225,9 @@ class Scatter:
             counters = self._rings.rings[self._rank].counters
             counters.wait(1 + peer, transfer.index + 1, self._timeout_s, self._rings.pids[peer])
 
+    def _chain(self, transfer: BucketTransfer, section: Section) -> tuple[int, ...]:
+        return self.routes.chain(transfer.index, section.shard_index)
+
     def _served_by_me(self, transfer: BucketTransfer) -> list[int]:
         """Return the ranks that read a section of this bucket from this rank's ring."""
         reads = self.reads(transfer.index, transfer.bucket)
@@ -228,16 +236,15 @@ class Scatter:
     def _serve_me(self, transfer: BucketTransfer) -> list[int]:
         """Return the ranks whose rings this rank reads a section of this bucket from."""
         index = transfer.index
-        travelling = self.routes.sections(index, transfer.bucket, self._rank, alone=False)
-        mine = [item.shard_index for item in travelling]
+        mine = [item.shard_index for item in self.routes.travelling(index, transfer.bucket, self._rank)]
         return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
 
     def _start_hop(self, transfer: BucketTransfer, hop: int) -> None:
         """Start the messages from rank number `hop` of each chain to the next rank."""
         sends, receives = [], []
         offsets = self.offsets(transfer.index, transfer.bucket)
-        for section in self.routes.sections(transfer.index, transfer.bucket, self._rank, alone=False):
-            chain = self.routes.chain(transfer.index, section.shard_index)
+        for section in self.routes.travelling(transfer.index, transfer.bucket, self._rank):
+            chain = self._chain(transfer, section)
             if len(chain) <= hop + 1 or self._rank not in chain[hop : hop + 2]:
                 continue
             sends_it = chain[hop] == self._rank

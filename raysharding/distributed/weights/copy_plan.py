@@ -26,10 +26,6 @@ Bucket = tuple[Segment, ...]
 """What one message carries; offsets are from its start."""
 
 
-_ALIGNMENT = 64
-"""A slot begins at a multiple of this: any dtype can be viewed there."""
-
-
 class _Range(NamedTuple):
     tensor: int
     start: int
@@ -50,8 +46,8 @@ class CopyPlan:
     """Bytes that all pairs carry, in the dtype on the wire."""
 
     def slot_bytes(self, pair: Pair) -> int:
-        """Return the size of a slot for any bucket of a pair; slots may lie behind each other."""
-        return -(-max(map(bucket_bytes, self.buckets[pair])) // _ALIGNMENT) * _ALIGNMENT
+        """Return the size of the largest bucket of a pair."""
+        return max(map(bucket_bytes, self.buckets[pair]))
 
 
 def bucket_bytes(bucket: Bucket) -> int:

@@ -256,7 +256,7 @@ class FitRun:
         if resume:
             self.client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
         with pinned_for(self._datasets, self.client):
-            arguments = (self.plan, self._begun, resume, self.options.save_to)
+            arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
             start: FitStart = self.client.submit_same("fit_begin", *arguments).result()
             self._place, self._total = start.position, start.total_steps
             self._evaluations.begin(start.position)

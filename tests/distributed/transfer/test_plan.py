@@ -47,9 +47,23 @@ def ranges_of(plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(tensors(), st.sampled_from([4096, 10_000, 1 << 20, 1 << 22]))
-def test_every_element_travels_once_in_buckets_inside_their_bounds(
-    case: tuple[int, list[PlannedTensor]], bucket_bytes: int
-) -> None:
+def test_every_element_of_every_shard_travels_once(case: tuple[int, list[PlannedTensor]], bucket_bytes: int) -> None:
+    num_shards, planned = case
+    found = ranges_of(plan_buckets(planned, num_shards, bucket_bytes))
+    for index, item in enumerate(planned):
+        layout = item.layout
+        for shard in range(num_shards) if layout.num_shards else [REPLICATED]:
+            position, stop = layout.local_range(max(shard, 0))
+            for first, last in found.pop((index, shard), []):
+                assert first == position
+                position = last
+            assert position == stop
+    assert not found
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.sampled_from([4096, 10_000, 1 << 20]))
+def test_buckets_stay_inside_their_bounds(case: tuple[int, list[PlannedTensor]], bucket_bytes: int) -> None:
     num_shards, planned = case
     plan = plan_buckets(planned, num_shards, bucket_bytes)
     assert plan.max_bucket_bytes <= bucket_bytes
@@ -67,15 +81,6 @@ def test_every_element_travels_once_in_buckets_inside_their_bounds(
                 used = segment.offset + segment.num_bytes
             assert used <= section.num_bytes
         assert position == bucket.num_bytes
-    found = ranges_of(plan)
-    for index, item in enumerate(planned):
-        for shard in range(num_shards) if item.layout.num_shards else [REPLICATED]:
-            position, stop = item.layout.local_range(max(shard, 0))
-            for first, last in found.pop((index, shard), []):
-                assert first == position
-                position = last
-            assert position == stop
-    assert not found
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,7 +99,7 @@ def test_unwanted_shards_only_lack_their_segments(case: tuple[int, list[PlannedT
                 assert other == replace(section, packed=(), direct=())
 
 
-def test_large_segments_are_messages_of_their_own_and_padding_is_small() -> None:
+def test_a_large_tensor_spans_buckets_and_its_segments_are_messages_of_their_own() -> None:
     layout = TensorLayout("large", (4096, 1024), torch.float32, 4)
     plan = plan_buckets([PlannedTensor(layout, torch.float32)], 4, 4 << 20)
     assert len(plan) in (4, 5)
@@ -102,6 +107,9 @@ def test_large_segments_are_messages_of_their_own_and_padding_is_small() -> None
         assert [len(section.direct) for section in bucket.sections] == [1, 1, 1, 1]
         assert all(section.direct[0].num_bytes >= DIRECT_BYTES for section in bucket.sections)
         assert bucket.num_bytes > 3.9 * (1 << 20)
+
+
+def test_padding_is_small_beside_the_bytes() -> None:
     planned = [PlannedTensor(TensorLayout(str(i), (64, 33), torch.bfloat16, 4), torch.bfloat16) for i in range(2000)]
     plan = plan_buckets(planned, 4, 1 << 20)
     payload = sum(bucket.payload_bytes for bucket in plan)

@@ -67,6 +67,30 @@ def test_it_holds_what_was_there_when_it_began(trained: ShardedModelGroup, tmp_p
         assert [train(again) for _ in range(5)] == [pytest.approx(one, rel=1e-5) for one in after]
 
 
+def test_memory_is_there_before_the_first_save(checkpoint: Path, tmp_path: Path) -> None:
+    """What a run that saves in the background has had made after its first step is what the copies go into."""
+
+    def memory() -> dict[tuple[str, str], int]:
+        from raysharding import current_worker
+
+        saver = current_worker().status.saver
+        if saver._preparing is not None:
+            saver._preparing.join()
+        return {key: buffer.data_ptr() for key, buffer in saver._memory._buffers.items()}
+
+    rows = [{"input": row.tolist()} for row in BATCH]
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        options: dict[str, Any] = {"batch_size": 3, "loss": mean_square(), "save_to": tmp_path, "async_save": True}
+        seen: list[Any] = []
+
+        def look(_: object) -> None:
+            seen.append(group.call(memory))
+
+        group.fit(rows, **options, callbacks=[look])
+        assert {kind for kind, _ in seen[0][0]} == {"model", "optimizer"}
+        assert group.call(memory) == seen[0]
+
+
 def test_one_at_a_time_and_in_order(trained: ShardedModelGroup, tmp_path: Path) -> None:
     weights = []
     for number in range(4):
