@@ -191,7 +191,8 @@ class Sharding:
         is_used = not self.activation_checkpointing_offload or chosen is not False
         cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
         _require(self, cure, activation_checkpointing_offload=is_used)
-        is_backend = isinstance(self.compile, bool | str) and self.compile != ""
+        backend: object = self.compile
+        is_backend = isinstance(backend, bool | str) and backend != ""
         _require(self, "give True, False, or the name of a backend of torch.compile", compile=is_backend)
 
     @classmethod
@@ -330,7 +331,7 @@ class Loading:
         _require(self, "mmap=True takes 'auto' or 'local': every rank maps its own part", transport=is_mapped)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype))
-        _require(self, "give a whole number", seed=isinstance(self.seed, int) and not isinstance(self.seed, bool))
+        _require(self, "give a whole number", seed=type(self.seed) is int)
         is_map = self.key_mapping is None or _is_text_map(self.key_mapping)
         cure = "give a dict of regular expressions on checkpoint keys and their replacements"
         _require(self, cure, key_mapping=is_map)

@@ -60,7 +60,7 @@ def test_names_are_those_of_pefts_own_files(name: str, fields: dict[str, Any], t
 @pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS"])
 def test_the_head_of_a_task_is_trained_and_saved(task_type: str, tmp_path: Path) -> None:
     """peft's classes for tasks see to that, and they are not used here."""
-    fields = {"task_type": task_type}
+    fields: dict[str, Any] = {"task_type": task_type}
     names = AdapterNames.of(built("bert-classifier", tmp_path, **fields))
     theirs = peft.get_peft_model(ARCHITECTURES["bert-classifier"].make(), lora("bert-classifier", **fields))
     keys = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
