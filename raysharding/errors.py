@@ -117,16 +117,16 @@ class UnreadableLossError(RayshardingError, ValueError):
     """
 
 
-class _ListOfProblems(RayshardingError):
+class _ListOfProblems(Exception):
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        return "\n  ".join((self.message, *self.problems))
+        return "\n  ".join((str(self.args[0]), *self.problems))
 
 
-class PlanError(_ListOfProblems, ValueError):
+class PlanError(_ListOfProblems, RayshardingError, ValueError):
     """Model and checkpoint do not match. The error lists all mismatches of all ranks at once.
 
     Args:
@@ -135,7 +135,7 @@ class PlanError(_ListOfProblems, ValueError):
     """
 
 
-class PreflightError(_ListOfProblems, RuntimeError):
+class PreflightError(_ListOfProblems, RayshardingError, RuntimeError):
     """Nodes, or the links between them, prevent the group from working. The error lists all findings at once.
 
     Args:
