@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from raysharding.arguments import fields_with_hints
@@ -70,8 +70,8 @@ def _is_positive(value: object) -> bool:
     return _is_at_least(0, value) and value != 0
 
 
-def _is_int(value: object, lowest: int = 1) -> TypeGuard[int]:
-    return isinstance(value, int) and _is_at_least(lowest, value)
+def _is_int(value: object, lowest: float = 1) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
 
 
 def _is_text_map(value: object) -> bool:
@@ -191,8 +191,7 @@ class Sharding:
         is_used = not self.activation_checkpointing_offload or chosen is not False
         cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
         _require(self, cure, activation_checkpointing_offload=is_used)
-        backend: object = self.compile
-        is_backend = isinstance(backend, bool | str) and backend != ""
+        is_backend = self.compile != "" and isinstance(self.compile, bool | str)
         _require(self, "give True, False, or the name of a backend of torch.compile", compile=is_backend)
 
     @classmethod
@@ -331,7 +330,7 @@ class Loading:
         _require(self, "mmap=True takes 'auto' or 'local': every rank maps its own part", transport=is_mapped)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype))
-        _require(self, "give a whole number", seed=type(self.seed) is int)
+        _require(self, "give a whole number", seed=_is_int(self.seed, -inf))
         is_map = self.key_mapping is None or _is_text_map(self.key_mapping)
         cure = "give a dict of regular expressions on checkpoint keys and their replacements"
         _require(self, cure, key_mapping=is_map)
