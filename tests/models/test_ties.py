@@ -33,7 +33,7 @@ def compared(folder: Path, dtype: torch.dtype | None = None) -> tuple[KeyMap, tu
     with FileReader(checkpoint.files) as reader:
         targets = dict(keys.targets) | {second.fqn: second for second in keys.doubled}
         extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
-        source = CheckpointSource(checkpoint.tensors, extents, targets, 1 << 20, reader)
+        source = CheckpointSource(checkpoint.tensors, extents, targets, reader)
 
         def read(fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
             source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
