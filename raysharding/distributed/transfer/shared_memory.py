@@ -165,25 +165,25 @@ def share_rings(slot_bytes: int) -> SharedRings:
         each ring once, in shared memory; pages count for each rank that touches them.
     """
     rank, world_size = get_rank(), get_world_size()
-    descriptor, memory = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else (None, None)
+    own = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else None
     try:
         # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.
-        mine = None if memory is None else offer_shared(descriptor, memory) | {"slot_bytes": slot_bytes}
+        mine = None if own is None else offer_shared(*own) | {"slot_bytes": slot_bytes}
         offers = dict(enumerate(all_gather_json(mine)))
         found = {reader: map_shared(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
         # Readers must know their peers before the stream, and keep the descriptor until the peers have opened it.
         every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)})
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        if own is not None:
+            os.close(own[0])
     peers = {
         reader: readable
         for reader in offers
         if (readable := frozenset(peer for peer, value in enumerate(every) if reader in value["mapped"]))
     }
-    if memory is not None:
-        mapped[rank] = memory
+    if own is not None:
+        mapped[rank] = own[1]
     rings = {reader: _ring(ring, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers}
     return SharedRings(rings, peers, [value["pid"] for value in every])
 
@@ -199,8 +199,8 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int | None, mmap.mmap | None]:
-    """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None`s on failure.
+def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int, mmap.mmap] | None:
+    """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None` on failure.
 
     Does not raise: shared memory is optional, and the other ranks wait for this rank's result.
 
@@ -209,7 +209,7 @@ def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int | None, mmap
         num_counters: Number of counters after them, see `counters_in`.
     """
     if not has_futex():
-        return None, None
+        return None
     size = _pages(data_bytes) + _pages(num_counters * WORD_BYTES + _TOKEN_BYTES)
     descriptor: int | None = None
     try:
@@ -219,16 +219,16 @@ def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int | None, mmap
     except (OSError, ValueError):
         if descriptor is not None:
             os.close(descriptor)
-        return None, None
+        return None
     return descriptor, memory
 
 
-def counters_in(memory: mmap.mmap, data_bytes: int, num_counters: int, first: int = 0) -> Counters:
-    """Return counters, from number `first` on, of memory that `reserve_shared` made with as many data bytes."""
-    return Counters(memory, _pages(data_bytes) + first * WORD_BYTES, num_counters)
+def counters_in(memory: mmap.mmap, data_bytes: int, num_counters: int) -> Counters:
+    """Return the counters of memory that `reserve_shared` made with as many data bytes."""
+    return Counters(memory, _pages(data_bytes), num_counters)
 
 
-def offer_shared(descriptor: int | None, memory: mmap.mmap) -> dict[str, Any]:
+def offer_shared(descriptor: int, memory: mmap.mmap) -> dict[str, Any]:
     """Return as JSON what `map_shared` needs. The descriptor must stay open until the others have mapped the memory."""
     memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
     return {

@@ -26,6 +26,10 @@ Bucket = tuple[Segment, ...]
 """What one message carries; offsets are from its start."""
 
 
+_ALIGNMENT = 64
+"""A slot begins at a multiple of this: any dtype can be viewed there."""
+
+
 class _Range(NamedTuple):
     tensor: int
     start: int
@@ -46,8 +50,8 @@ class CopyPlan:
     """Bytes that all pairs carry, in the dtype on the wire."""
 
     def slot_bytes(self, pair: Pair) -> int:
-        """Return the size of the largest bucket of a pair."""
-        return max(map(bucket_bytes, self.buckets[pair]))
+        """Return the size of a slot for any bucket of a pair; slots may lie behind each other."""
+        return -(-max(map(bucket_bytes, self.buckets[pair])) // _ALIGNMENT) * _ALIGNMENT
 
 
 def bucket_bytes(bucket: Bucket) -> int:
