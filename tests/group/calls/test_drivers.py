@@ -202,6 +202,8 @@ def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
 PRESSES_TWICE = """
 group = ShardedModelGroup.attach("shared")
 call = group.call.remote(time.sleep, 60)
+while "call(sleep)" not in str(group.status()):  # it runs, before what the other driver says next
+    time.sleep(0.05)
 tell(waits=True)
 try:
     call.result()
