@@ -13,7 +13,7 @@ from tests.test_layering import run_python
         "raysharding.group.messages import Command",
         "raysharding.group.cluster import reserve",
         "raysharding.group.controller import REMOTE_CONTROLLER",
-        "raysharding.group.rank import ActorInfo, Assignment, RankActor, Title",
+        "raysharding.group.rank import Assignment, RankActor, Title",
     ],
 )
 def test_what_the_controller_imports_needs_no_torch(names: str) -> None:

@@ -212,7 +212,7 @@ class HubFile:
         asked = f"{offset}-{offset + length - 1}"
         is_whole = (offset, length) == (0, self._num_bytes)
         headers = _headers(url) | ({} if is_whole else {"Range": f"bytes={asked}"})
-        # httpx leaves the token out of a redirect to another host, as huggingface_hub relies on.
+        # The client leaves the token out of a redirect to another host.
         options: dict[str, Any] = {"headers": headers, "timeout": self._timeout_s, "follow_redirects": True}
         with get_session().stream("GET", url, **options) as response:
             if is_kept and response.status_code in (401, 403, 404, 410):
