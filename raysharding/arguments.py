@@ -21,14 +21,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THEIRS = {
-    "checkpoint": "pretrained_model_name_or_path model_id",
+    "checkpoint": "pretrained_model_name_or_path model_id model_name model_path",
+    "peft_config": "peft lora_config",
     "prefetch": "num_workers",
-    "world_size": "tensor_parallel_size num_gpus num_processes nproc_per_node num_workers",
+    "world_size": "tensor_parallel_size tp_size num_gpus num_processes nproc_per_node num_workers num_ranks ranks",
     "cpus_per_rank": "num_cpus",
-    "max_restarts": "max_failures",
+    "max_restarts": "max_failures failure_config",
     "wrap": "auto_wrap_policy transformer_cls_names_to_wrap",
     "cpu_offload": "offload_params",
-    "data": "train_dataset train_dataloader",
+    "data": "train_dataset train_dataloader train_data",
     "epochs": "num_train_epochs",
     "gradient_accumulation_steps": "accumulate_grad_batches",
     "max_grad_norm": "gradient_clip_val",
@@ -49,10 +50,10 @@ _THEIRS = {
 """Our keyword → names in other libraries. A name that resembles ours is found without this table."""
 
 _CURES = {
-    "give it to the optimizer: set_optimizer(torch.optim.AdamW, lr=...)": "learning_rate weight_decay",
+    "give it to the optimizer: set_optimizer(torch.optim.AdamW, lr=...)": "lr learning_rate weight_decay",
     "make a schedule: set_scheduler(...)": "lr_scheduler_type warmup_steps",
     "give from_checkpoint sharding=Sharding(mixed_precision='bf16')": "bf16 fp16",
-    "give batch_size=per_device_train_batch_size * world_size": "per_device_train_batch_size",
+    "give batch_size=per_device_train_batch_size * world_size": "per_device_train_batch_size per_device_batch_size",
     "give model='AutoModelFor...', config_overrides={'num_labels': ...}": "num_labels",
     "give config_overrides={'attn_implementation': ...}": "attn_implementation",
     "give loading=Loading(key_mapping={'^classifier': 'old'}, strict=False)": "ignore_mismatched_sizes",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -82,6 +83,11 @@ class RunIndex:
             index += 1
 
 
+_known: MutableMapping[nn.Module, dict[bool, tuple[tuple[Any, ...], Mapping[str, SavedTensor]]]] = WeakKeyDictionary()
+"""Module → `merged` → layout, and the signature that it was computed for. For 48 layers of 128 experts the computation
+takes a second, during which training would wait."""
+
+
 def saved_layout(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], *, merged: bool = False
 ) -> Mapping[str, SavedTensor]:
@@ -100,6 +106,14 @@ def saved_layout(
     # transformers saves no table that its class computes anew, such as Marian's sinusoids.
     left_out: Collection[str] = getattr(module, "_keys_to_ignore_on_save", None) or ()
     tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn not in left_out}
+    signature = tuple((fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor in tensors.items())
+    layouts = _known.setdefault(module, {})
+    if merged not in layouts or layouts[merged][0] != signature:
+        layouts[merged] = (signature, _laid_out(module, tensors, merged))
+    return layouts[merged][1]
+
+
+def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor], merged: bool) -> Mapping[str, SavedTensor]:
     adapters = None if merged else AdapterNames.of(module)
     if adapters is not None:
         # peft saves a tied tensor under each of its names.

@@ -75,9 +75,10 @@ def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple
     """
     found = ignored_parameters(root, sharding)
     found.update(parameter for parameter in root.parameters() if not is_cut(parameter))
+    tree = _Tree(root, found)
     for kind in _kinds(root, sharding):
         for names in (*groups, ("",)):
-            held = _Tree(root, found).held(names, groups, kind)
+            held = tree.held(names, groups, kind)
             main = _main_dtype(held, kind)
             others = [(name, one) for name, owned in held.items() for one in owned.values() if kind(one) != main]
             found.update(one for name, one in others if _may_be_whole(root, name, one))

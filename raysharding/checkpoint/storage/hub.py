@@ -333,6 +333,13 @@ def _hub_errors(path: HubPath) -> Iterator[None]:
         if status in (408, 429) or status >= 500:
             raise OSError(f"the hub answered with HTTP status {status}") from error
         raise CheckpointError(_refusal(path, error, status), path=path.uri) from error
+    except (
+        errors.HFValidationError,
+        KeyError,
+        TypeError,
+    ) as error:  # of the id; of an answer without what it must have
+        what = f"no name of a model, or {hub_access().endpoint} gives no description of one: check both"
+        raise CheckpointError(what, path=path.uri) from error
     except errors.HTTPError as error:  # of httpx: no connection, no answer in time
         raise OSError(f"the hub does not answer ({type(error).__name__})") from error
 
@@ -349,6 +356,7 @@ def _refusal(path: HubPath, error: Exception, status: int) -> str:
     if isinstance(error, errors.EntryNotFoundError):
         return f"the model has no such file or directory (HTTP {status})"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        what = f"{endpoint} has no such model (HTTP {status}), and this machine has no such path"
-        return f"{what}: check the spelling. If the model is private: {_LOG_IN}"
+        what = f"{endpoint} has no such model (HTTP {status}), and this machine has no such path: check the spelling"
+        token = f"the token that is set gives no access; {_LOG_IN}" if hub_access().token else _LOG_IN
+        return f"{what}. If the model is private: {token}. If only the nodes see the path, give an absolute one"
     return f"the hub refused (HTTP {status}): {_LOG_IN}, with a token that may read it"

@@ -10,6 +10,7 @@ that is written are retried by pyarrow, since only pyarrow can send them again.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import threading
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from raysharding.arguments import check_int
 from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
@@ -43,6 +45,14 @@ class RemoteOptions:
     """Wait before the second try, doubled before each further one, with ±50 % of jitter."""
     max_backoff_s: float = 5.0
     """Longest wait between two tries, before jitter."""
+
+    def __post_init__(self) -> None:
+        for name in ("part_bytes", "max_in_flight", "num_tries"):
+            check_int(name, getattr(self, name))
+        for name in ("request_s", "backoff_s", "max_backoff_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name}={value!r}: give a positive number of seconds; a deadline is finite")
 
 
 DEFAULT_REMOTE = RemoteOptions()

@@ -61,5 +61,7 @@ def _all_reduce(device: torch.device) -> float:
     begun = time.perf_counter()
     one = torch.ones((), device=device)
     dist.all_reduce(one)
-    one.item()  # on a GPU: waits for the result
+    total = int(one.item())  # on a GPU: waits for the result
+    if total != dist.get_world_size():
+        raise RuntimeError(f"rank {dist.get_rank()}: an all-reduce of ones over {dist.get_world_size()} gave {total}")
     return time.perf_counter() - begun

@@ -14,6 +14,7 @@ Note: why the average is automatic.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,6 @@ from raysharding.distributed.fully_shard.internals import (
     syncs_gradients,
 )
 from raysharding.distributed.fully_shard.module_group import over_ranks_of
-from raysharding.distributed.fully_shard.module_hooks import warn_once
 from raysharding.models import class_name
 from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
@@ -205,6 +205,7 @@ class _Reduction:
         self._module = module
         # An aborted backward runs no callback; the next backward has another number, so there is nothing to reset.
         self._graph_task = -1
+        self._warned = False
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the root: register a hook on every output that a backward may start from."""
@@ -214,11 +215,14 @@ class _Reduction:
         for tensor in (*tensors, *bases_of(output, args)):
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
-        if not tensors and output is not None:
-            warn_once(
+        if not tensors and output is not None and not self._warned:
+            self._warned = True  # for each module: the gradients of another one are another model's
+            warnings.warn(
                 f"no tensor is found in the output, a {type(output).__name__}: call "
                 "raysharding.distributed.reduce_replicated_gradients(module) after each backward, or return a dict, "
-                "tuple or dataclass"
+                "tuple or dataclass",
+                UserWarning,
+                stacklevel=2,
             )
 
     def _queue(self, grad: torch.Tensor) -> None:

@@ -122,7 +122,8 @@ class GroupSpec:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
         """Return the spec of the arguments of `from_checkpoint` or `plan`."""
-        fields = {name: value for name, value in for_fields(cls, options).items() if value is not None}
+        unset = {name for name in ("sharding", "loading", "placement", "timeouts") if options.get(name) is None}
+        fields = {name: value for name, value in for_fields(cls, options).items() if name not in unset}
         fields["checkpoint"] = os.fspath(options["checkpoint"])
         if options["base"] is not None:
             fields["base"] = os.fspath(options["base"])

@@ -268,7 +268,7 @@ def test_the_threads_of_a_listing_that_is_never_answered_end(hub: HubServer, mon
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         read_environment()
-        with pytest.raises(CheckpointError, match="no full answer within|does not answer"):
+        with pytest.raises(CheckpointError, match=r"no full answer within|does not answer"):
             open_checkpoint(f"hf://{ID}@{'a' * 40}", remote=RemoteOptions(request_s=0.5, num_tries=2))
         until = now() + 10.0
         while requests():

@@ -375,7 +375,9 @@ def test_a_run_that_is_lengthened(
         assert fit(group, parquet, max_steps=5, save_to=tmp_path).history["lr"] != whole[:5]
     with make_group(saved) as group:
         group.set_optimizer(Scheduled(ADAMW, partial(cosine, T_max=8)))
-        with pytest.raises(GroupError, match="no run to resume: .* with an optimizer set, as by optimizer= of from_ch"):
+        with pytest.raises(
+            GroupError, match=r"no run to resume: .* with an optimizer set, as by optimizer= of from_ch"
+        ):
             fit(group, parquet, resume=True)
         group.load(saved)  # warns on rank 0
         group.set_scheduler(partial(cosine, T_max=8))
