@@ -333,11 +333,8 @@ def _hub_errors(path: HubPath) -> Iterator[None]:
         if status in (408, 429) or status >= 500:
             raise OSError(f"the hub answered with HTTP status {status}") from error
         raise CheckpointError(_refusal(path, error, status), path=path.uri) from error
-    except (
-        errors.HFValidationError,
-        KeyError,
-        TypeError,
-    ) as error:  # of the id; of an answer without what it must have
+    except (errors.HFValidationError, KeyError, TypeError) as error:
+        # The id is none; or the answer lacks a field, or is of another kind.
         what = f"no name of a model, or {hub_access().endpoint} gives no description of one: check both"
         raise CheckpointError(what, path=path.uri) from error
     except errors.HTTPError as error:  # of httpx: no connection, no answer in time
