@@ -31,15 +31,15 @@ class Driver:
     """Where it runs, for errors."""
     next_number: int = 0
     """Number of its next call."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its next call has arrived, or it is gone; then replaced."""
+    early: dict[int, asyncio.Event] = field(default_factory=dict)
+    """Number → set when it is the turn of a call that arrived before those in front of it: Ray keeps no order."""
     lost: str = ""
     """What has dropped the gradients of its accumulation, if it has not been told."""
 
     def wake(self) -> None:
-        """Let its calls that arrived early look again: Ray keeps no order."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+        """End the waits of its calls that arrived early."""
+        for event in self.early.values():
+            event.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,16 @@ class Drivers:
 
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
-        while number > driver.next_number and self.has(driver):
-            await driver.changed.wait()
+        if number > driver.next_number:
+            await driver.early.setdefault(number, asyncio.Event()).wait()
         return self.has(driver)
 
     def arrived(self, driver: Driver) -> None:
         """Note that the next call of a driver has arrived."""
         driver.next_number += 1
-        driver.wake()
+        event = driver.early.pop(driver.next_number, None)
+        if event is not None:
+            event.set()
 
     def heard(self, key: str) -> None:
         """Note that a driver has polled."""
