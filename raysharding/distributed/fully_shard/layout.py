@@ -135,6 +135,11 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Replace the tensor inside a DTensor by one of the same shape; mesh and placements stay."""
+    tensor._local_tensor = local
+
+
 def with_layout(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> DTensor:
     """Return a DTensor of a shard, of any dtype, with mesh, placements, shape and strides of another. Not collective.
 

@@ -24,7 +24,14 @@ from torch.overrides import TorchFunctionMode
 from raysharding.config import Sharding
 from raysharding.distributed.comm import agreeing, all_gather_json, current_group, get_rank, is_accelerator
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
-from raysharding.distributed.fully_shard.layout import inner_tensor, module_tensors, named_submodules, with_layout
+from raysharding.distributed.fully_shard.layout import (
+    inner_tensor,
+    module_tensors,
+    named_submodules,
+    set_inner_tensor,
+    tensor_layout,
+    with_layout,
+)
 from raysharding.errors import PlanError
 
 _Slot = tuple[dict[str, Any], str, torch.Tensor]
@@ -300,10 +307,27 @@ def materialize(
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
         tell_fsdp(module)
+        _cut_padding(replaced)
     except (RuntimeError, MemoryError):
         undo()
         raise
     return undo
+
+
+def _cut_padding(replaced: Iterable[_Slot]) -> None:
+    """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
+
+    FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
+    first touch of all memory twice; shown one that is long already it keeps it.
+    """
+    for tensors, name, before in replaced:
+        if isinstance(before, DTensor):
+            length = len(inner_tensor(before))
+            local = inner_tensor(tensors[name])
+            if len(local) > length:
+                with torch.no_grad():
+                    local[length:].zero_()  # travels in all-gathers: it need not be a NaN
+                set_inner_tensor(tensors[name], local.narrow(0, 0, length))
 
 
 def _filled_like(
@@ -313,10 +337,14 @@ def _filled_like(
     pins: bool = False,
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
+    shape = tuple(inner_tensor(tensor).shape)
+    if num_shards := tensor_layout("", tensor).num_shards:
+        # FSDP2 wants the length of the longest shard on any rank.
+        shape = (-(-tensor.shape[0] // num_shards), *shape[1:])
     value = (memory or {}).get(tensor)
     if value is None:
         # empty_like of meta takes 50 times as long.
-        value = torch.empty(inner_tensor(tensor).shape, dtype=tensor.dtype, device=device, pin_memory=pins)
+        value = torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=pins)
     if isinstance(tensor, DTensor):
         value = with_layout(value, tensor, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):

@@ -39,20 +39,24 @@ class ModelLayout:
         return cls(layouts, holders)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as a JSON value."""
-        return {
-            name: [one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, self.holders[name]]
+        """Return the layout as a JSON value; which ranks hold which shard stands once for all tensors alike."""
+        kinds = list(dict.fromkeys(self.holders.values()))
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        tensors = {
+            name: [one.shape, str(one.dtype).removeprefix("torch."), one.num_shards, numbers[self.holders[name]]]
             for name, one in self.tensors.items()
         }
+        return {"holders": kinds, "tensors": tensors}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return the layout of which `to_json` made a value."""
+        kinds = [tuple(map(tuple, kind)) for kind in value["holders"]]
         tensors: dict[str, TensorLayout] = {}
         holders: dict[str, Holders] = {}
-        for name, (shape, dtype, num_shards, held) in value.items():
+        for name, (shape, dtype, num_shards, number) in value["tensors"].items():
             tensors[name] = TensorLayout(name, tuple(shape), getattr(torch, dtype), num_shards)
-            holders[name] = tuple(map(tuple, held))
+            holders[name] = kinds[number]
         return cls(tensors, holders)
 
 
