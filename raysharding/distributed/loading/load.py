@@ -233,7 +233,7 @@ def _stream(
 def _make_transport(
     context: LoadContext, plan: LoadPlan, local_shards: LocalShards
 ) -> tuple[BucketTransport, list[Slot]]:
-    """Make transport and ring of the plan; collective."""
+    """Make transport and ring of the plan; collective, unless no rank needs a ring."""
     rank = context.shards.rank
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport: BucketTransport
@@ -245,8 +245,9 @@ def _make_transport(
     else:
         slot = routes.slot_bytes(plan.buckets, rank, local_shards)
         # Only for host memory; NCCL uses shared memory itself.
-        if context.loading.shared_memory and context.device.type == "cpu":
-            rings = share_rings(max(slot) if plan.files is not None else 0)
+        if context.loading.shared_memory and context.device.type == "cpu" and routes.any_travels(plan.buckets):
+            reads_for_others = plan.files is not None and routes.any_travels(plan.buckets, rank)
+            rings = share_rings(max(slot) if reads_for_others else 0)
         # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
         patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
         memory_of = partial(local_shards.memory, device_type=context.device.type)

@@ -79,8 +79,9 @@ class ReadAhead:
         self._taken = 0
         make = partial(threading.Thread, daemon=True)
         self._thread = make(target=self._run, args=(self._offer,), name="raysharding-read-ahead")
-        readers = range(self.num_threads)
-        self._readers = [make(target=self._run, args=(self._work,), name="raysharding-read") for _ in readers]
+        # Without a device the first thread reads, too: beside few readers, one that only waits would cost more.
+        num_others = self.num_threads - (self._stream is None)
+        self._readers = [make(target=self._run, args=(self._work,), name="raysharding-read") for _ in range(num_others)]
 
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
@@ -96,7 +97,7 @@ class ReadAhead:
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
         until = monotonic() + _END_S
         self._thread.join(_END_S)
-        for _ in self._readers:
+        for _ in (*self._readers, self._thread):
             self._jobs.put(None)
         for thread in self._readers:
             thread.join(max(0.0, until - monotonic()))  # it holds the memory that it read into last
@@ -168,6 +169,9 @@ class ReadAhead:
             self._num_left[index % len(self.slots)] = len(jobs)
             for job in jobs:
                 self._jobs.put((index, job))
+            if self._stream is None:
+                with suppress(queue.Empty):
+                    self._work(block=False)
 
     def _wait_for_copies(self, slot: Slot) -> None:
         """Wait until a buffer may be read into, and let copies wait until its bytes on the device were sent."""
@@ -176,8 +180,8 @@ class ReadAhead:
         if self._stream is not None and slot.sent is not None:
             self._stream.wait_event(slot.sent)
 
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
+    def _work(self, block: bool = True) -> None:
+        while (item := self._jobs.get(block)) is not None:
             index, job = item
             started = perf_counter()
             with self._catching():

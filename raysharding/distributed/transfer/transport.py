@@ -114,6 +114,11 @@ class Routes:
                     wire = max(wire, end)
         return SlotBytes(host, wire)
 
+    def any_travels(self, plan: BucketPlan, reader: int | None = None) -> bool:
+        """Return True if a rank needs a section that another rank, or `reader`, reads."""
+        paths = (self.path(index, part.shard_index) for index, bucket in enumerate(plan) for part in bucket.sections)
+        return any(len(path) > 1 and reader in (None, path[0]) for path in paths)
+
 
 def connect_ranks(flag: torch.Tensor) -> None:
     """Let all ranks take part in one operation, before messages between some of them; collective on accelerators.

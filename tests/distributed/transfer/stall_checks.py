@@ -61,7 +61,7 @@ def check_threads_end_after_a_stall(root: Path) -> None:
         changed.setattr(read_ahead, "_END_S", 0.1)
         with pytest.raises(TimeoutError, match="nothing was read"):
             load_checkpoint(sharded(root / ODD), root / ODD, loading=Loading("local"), stall_s=0.5)
-        assert {thread.name for thread in threading.enumerate()} >= {"raysharding-read"}, "they wait for the disk"
+        assert {thread.name for thread in threading.enumerate()} >= {"raysharding-read-ahead"}, "it waits for the disk"
         answers.set()
         until = time.monotonic() + 20.0
         while left := set(threading.enumerate()) - before:
