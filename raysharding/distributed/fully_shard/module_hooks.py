@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import is_accelerator
+from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard.execution_order import last_execution_order
 from raysharding.tree import leaves, map_leaves
 
@@ -86,8 +86,8 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
 
     Returns:
         `tree` itself if nothing had to move, else a tree of the same types. On an accelerator, strided tensors of the
-        host come by way of page-locked memory: the host does not wait for what the current stream holds, such as the
-        step before.
+        host come by way of page-locked memory, on a stream for copies: neither the host nor the copy waits for what the
+        current stream holds, such as the step before.
     """
 
     def moved(_: str, leaf: Any) -> Any:
@@ -95,12 +95,24 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
         if not isinstance(values, torch.Tensor) or isinstance(values, DTensor) or values.device == device:
             return leaf
         is_plain = values is leaf and leaf.layout == torch.strided and leaf.device.type == "cpu"
-        if is_accelerator(device) and is_plain and not leaf.is_pinned():
+        if not (is_accelerator(device) and is_plain):
+            return leaf.to(device, non_blocking=True)
+        with device_module(device).stream(copies := _copy_stream(device)):
             # `pin_memory` keeps strides, and cannot fill what overlaps itself, such as expanded positions.
-            leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
-        return leaf.to(device, non_blocking=True)
+            pinned = leaf if leaf.is_pinned() else torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+            copy = pinned.to(device, non_blocking=True)
+        current = device_module(device).current_stream(device)
+        current.wait_stream(copies)
+        copy.record_stream(current)  # its memory is of the other stream, which would give it out again too soon
+        return copy
 
     return map_leaves(moved, tree, is_leaf=lambda one: isinstance(one, PackedSequence))
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    stream: torch.Stream = device_module(device).Stream(device)
+    return stream
 
 
 def move_inputs_before_forward(module: nn.Module, device: torch.device) -> None:
