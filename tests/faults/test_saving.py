@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def value_of(target: Path) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_moments", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_moments", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_a_rank_killed_at_any_moment_of_a_save(num_moments: int, tmp_path: Path) -> None:
     target, pids = tmp_path / "saved", tmp_path / "pids"
     pids.mkdir()
@@ -106,3 +107,19 @@ def test_a_full_disk_and_a_destination_that_is_taken(group: ShardedModelGroup, s
     (small_disk / "filler").unlink()
     group.save(target, overwrite=True)
     assert len(open_checkpoint(target).tensors) == 4
+
+
+def test_two_saves_to_one_place(group: ShardedModelGroup, tmp_path: Path) -> None:
+    """Two calls in the queue: the second finds the place taken."""
+    target = tmp_path / "saved"
+    calls = [group.save.remote(target), group.save.remote(target)]
+    outcomes: list[Any] = []
+    for call in calls:
+        try:
+            outcomes.append(call.result(timeout_s=30))
+        except CheckpointError as error:
+            outcomes.append(error)
+    assert not isinstance(outcomes[0], Exception)
+    assert isinstance(outcomes[1], CheckpointError)
+    assert len(open_checkpoint(target).tensors) == 4
+    assert group.state is GroupState.READY
