@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from raysharding import Timeouts
@@ -114,6 +115,42 @@ def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, watch
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind(("127.0.0.1", port))
     assert shared_memory() <= before
+
+
+PREDICT = """
+def slow(outputs, batch):
+    time.sleep(0.05)
+    return {"logits": outputs}
+
+group = make()
+rows = [{"input": [float(number)] * 8, "id": number} for number in range(100)]
+report = group.predict(rows, batch_size=4, fn=slow, keys=["id"], rows_per_file=5, output=sys.argv[3], resume=True)
+tell(rows=report.num_rows, found=report.num_found)
+group.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_a_predict_goes_on_after_its_driver_was_killed(
+    standing: StandingCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
+        driver.hear()
+        until = now() + 30
+        while len(list(output.glob("*.parquet"))) < 4:
+            assert now() < until
+            time.sleep(0.01)
+        driver.kill()
+    before = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
+        driver.hear()
+        told = driver.hear()
+    # Ranks that have not heard of the driver's end yet may have finished some more.
+    assert told["rows"] == 100
+    assert 5 * len(before) <= told["found"] < 100
+    assert pq.read_table(output)["id"].to_pylist() == list(range(100))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 FROZEN = """
