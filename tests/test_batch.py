@@ -86,9 +86,14 @@ def test_items_are_dealt_by_name_and_resized_whole() -> None:
     for num_rows, columns in ((2, [4, 5]), (4, [4, 5, 4, 5])):
         resized = batch.resized(num_rows)
         assert (resized.kwargs["x"].tolist(), resized.rows) == (ROWS.T[:, columns].tolist(), (num_rows, num_rows))
-    larger = deal((Split(ROWS), "same"), {"k": {"x": Split(ROWS.T, dim=1)}}, 3)[1].resized(3)
+    batch = deal((Split(ROWS), "same"), {"k": {"x": Split(ROWS.T, dim=1)}}, 3)[1]
+    assert torch.equal(batch.resized(1).args[0], ROWS[3:4])
+    larger = batch.resized(3)
     assert torch.equal(larger.args[0], ROWS[[3, 3, 3]])
     assert (tuple(larger.kwargs["k"]["x"].shape), larger.args[1]) == ((2, 3), "same")
+    array = deal((Split(ROWS[:6].numpy(), rows_per_item=3),), {}, 4)
+    assert [one.num_rows for one in array] == [3, 3, 0, 0]
+    assert torch.equal(array[3].args[0], ROWS[:3])
 
 
 def test_replicated_values_are_the_same_object_and_per_rank_ones_are_not() -> None:
@@ -165,7 +170,7 @@ def by(**columns: Any) -> Any:
         (lambda: dealt(PerRank([1, 2, 3])), "3 values, but the group has 2 ranks"),
         (
             lambda: dealt(x=Split(ROWS, rows_per_item=3)),
-            "x: 7 rows do not divide by rows_per_item=3: leave .* 1, or add 2",
+            "x: 7 rows do not divide by rows_per_item=3: leave out the last 1, or add 2",
         ),
         (
             lambda: dealt(Split(ROWS, rows_per_item=7), labels=Split(ROWS)),
@@ -187,7 +192,10 @@ def by(**columns: Any) -> Any:
         (lambda: check_out("gather"), r"give Out\.gather\(\), Out\.rank0\(\)"),  # type: ignore[arg-type]
         (lambda: Split({"input_ids": [[1, 2], [3]]}), r"Split\['input_ids'\]: lists of different .*padding=True"),
         (lambda: by_name((Split({"labels": ROWS}),), {"labels": Split(ROWS)}), "labels: given twice"),
-        (lambda: deal(*by_name((Split({"x": ROWS, "on": False}),), {}), 2), "on: only tensors.* not bool; pass any"),
+        (
+            lambda: deal(*by_name((Split({"x": ROWS, "on": False}),), {}), 2),
+            "on: only tensors.* not bool; pass anything else",
+        ),
         (lambda: Split(ONES, collate_fn=len), r"Split\(a Tensor, dim=0, collate_fn=.*give a list of examples"),
         (lambda: Split([1, 2], collate_fn="f"), "collate_fn='f'"),  # type: ignore[arg-type]
         (lambda: Split([1, 2], dim=1, collate_fn=len), "and no dim="),

@@ -78,7 +78,10 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             for given in ("29500", "29599-29500", "a-b", "0-80")
         ),
         (["plan", "x", "--gpu-memory", "much"], "give an amount such as 80GiB"),
-        (["plan", "x", "--config-overrides", "num_labels"], "'num_labels': give a field of config.json and its value"),
+        (
+            ["plan", "x", "--config-overrides", "num_labels"],
+            "'num_labels': give a field of config.json and its value, such as num_labels=3",
+        ),
     ],
 )
 def test_words_that_are_no_command_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +143,7 @@ assert not heavy, heavy
 """
 
 
-@pytest.mark.parametrize("words", [["--version"], ["plan", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
     done = run_program("-c", LIGHT, *words)
     assert (done.returncode, done.stderr) == (0, "")
@@ -188,7 +191,7 @@ def test_plan_in_json(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["merge", "{path}", "{path}/config.json"], "{path}"),
         (
             ["plan", "{path}", "--nodes", "1", "--device", "cuda"],
-            "world_size=None means one rank per GPU, but no GPU is",
+            "world_size=None means one rank per GPU, but no GPU is available: give world_size\n",
         ),
     ],
 )

@@ -328,7 +328,8 @@ def _names(source: str) -> Iterator[str]:
     """Yield the names, attributes and imports of a module, without its prose."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            yield f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else node.attr
+            before = {ast.Name: "id", ast.Attribute: "attr"}.get(type(node.value))
+            yield f"{getattr(node.value, before)}.{node.attr}" if before else node.attr
         elif isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Import | ast.ImportFrom):

@@ -298,6 +298,7 @@ def test_labels_by_rows_are_rows_and_rows_by_rows_are_not(
     assert close(output.hidden_states[1], expected.hidden_states[1])
     output = gathered(ranks, f"clip {num_rows}", num_rows)
     assert close(output["text_embeds"], other.text_embeds)
+    assert close(output["image_embeds"], other.image_embeds)
     rows = deal((Split(torch.zeros(num_rows)),), {}, WORLD_SIZE)[0].rows
     for name in ("logits_per_image", "logits_per_text"):
         shapes = [None if part is None else tuple(part.shape) for part in output[name]]

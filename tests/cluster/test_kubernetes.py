@@ -44,9 +44,12 @@ def validate(manifest: Manifest) -> None:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
-def validate_pods(specs: dict[str, Manifest]) -> None:
+def validate_pods(templates: dict[str, Manifest]) -> None:
     """All with one look at the schemas, which are large."""
-    items = [{"metadata": {"name": name}, "spec": spec} for name, spec in specs.items()]
+    items = [
+        {"metadata": template.get("metadata", {}) | {"name": name.replace("/", "-")}, "spec": template["spec"]}
+        for name, template in templates.items()
+    ]
     validate({"apiVersion": "v1", "kind": "PodList", "items": items})
 
 
@@ -54,7 +57,7 @@ def test_objects_and_pod_templates_have_the_fields_and_types_of_their_schemas() 
     for path in FOLDER.glob("*.yaml"):
         for manifest in manifests(path.name):
             validate(manifest)
-    validate_pods({name.replace("/", "-"): template["spec"] for name, template in pods().items()})
+    validate_pods(pods())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_the_page_s_patches_make_jobs(name: str) -> None:
     validate(job)
     found_pods = templates(job["spec"]["rayClusterSpec"]) | {"submitter": job["spec"]["submitterPodTemplate"]}
     specs = {name: template["spec"] for name, template in found_pods.items()}
-    validate_pods(specs)
+    validate_pods(found_pods)
     if name in ("registry.yaml", "all"):
         assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs.values())
     if name in ("bucket.yaml", "all"):

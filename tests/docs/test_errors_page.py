@@ -1,13 +1,12 @@
 """docs/pages/errors.md quotes what the product says now, and has an entry for every public error.
 
 A quoted text is marked by a comment above its block. `seen: KEY` is the text of an error (or warning) that a test here
-causes; `in: MODULE` one that takes more than this machine has (several nodes, a firewall, a GPU): the words between two
-`…` are strings of that module. In both, `…` stands for what differs from run to run; spaces and line ends are alike.
+causes; `in: MODULE` one that takes more than this machine has (several nodes, a firewall, a GPU): one of that module's
+f-strings, whole. In both, `…` stands for what differs from run to run, and spaces and line ends are alike.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import os
@@ -30,6 +29,7 @@ from raysharding import Loading, ShardedModelGroup, Split, Timeouts, errors
 from raysharding.checkpoint import locate, open_checkpoint
 from raysharding.group.launch.spec import fitted_module
 from tests.conftest import room_for
+from tests.docs.messages import messages
 from tests.hub import HubServer, hub, read_environment
 from tests.models.architectures import ARCHITECTURES
 
@@ -79,20 +79,15 @@ def test_every_error_has_an_entry_and_every_text_a_check() -> None:
     assert len(BLOCKS) == TEXT.count("```text") > 40
 
 
-def test_quoted_words_are_the_modules() -> None:
-    for module, text in ((name, text) for kind, name, text in BLOCKS if kind == "in"):
-        path = Path(ray.__file__).parents[1] / module if module.startswith("ray/") else ROOT / "raysharding" / module
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-        words = "\0".join(str(node.value).replace("\n", " ") for node in nodes)
-        kind, _, message = flat(text).partition(": ")
-        if message and kind.rpartition(".")[2] in path.read_text():
-            text = message
-        assert [part for part in flat(text).split("…") if not is_in(part.rstrip(": "), words)] == [], module
-
-
-def is_in(part: str, words: str) -> bool:
-    """Return True if a part of a text is one string of a module, or two where a variable holds the second."""
-    return any(part[:cut] in words and part[cut:] in words for cut in range(len(part) + 1))
+@pytest.mark.parametrize("module", sorted({name for kind, name, _ in BLOCKS if kind == "in"}))
+def test_quoted_words_are_the_modules(module: str) -> None:
+    path = Path(ray.__file__).parents[1] / module if module.startswith("ray/") else ROOT / "raysharding" / module
+    said = messages(path)
+    for text in (flat(text) for kind, name, text in BLOCKS if (kind, name) == ("in", module)):
+        kind, _, message = text.partition(": ")
+        assert not message or kind.rpartition(".")[2] in path.read_text(), f"{module} has no {kind}"
+        found = [one for quoted in (message, text) for one in said if quoted and pattern(quoted).fullmatch(one)]
+        assert found, f"{module} does not say {message or text!r}"
 
 
 @pytest.fixture

@@ -39,10 +39,9 @@ ROWS = torch.ones(4, 8)
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 NAMES = {"named": "doomed", "unnamed": None}
 QUICK = {
-    "kill": {("save", "named"), ("fit", "unnamed")},
-    "stop": {("call", "named")},
+    "kill": {("idle", "named"), ("call", "unnamed"), ("save", "named"), ("fit", "unnamed")},
+    "stop": {("idle", "unnamed"), ("call", "named")},
 }
-"""Tests below kill the controller of an idle group and of one in a call."""
 
 
 def cases(how: How) -> list[Any]:
@@ -303,6 +302,19 @@ def test_a_controller_struck_while_the_group_is_made_leaves_nothing(how: How, na
     while controller_pids() - before:  # Ray would bring that of a named group back
         assert now() < until
         time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_every_driver_that_waits_is_told(checkpoint: Path) -> None:
+    with controlled(checkpoint, name="doomed", timeouts=TIMEOUTS) as (group, controller):
+        calls = [one.call.remote(time.sleep, 60) for one in (group, ShardedModelGroup.attach("doomed"))]
+        time.sleep(0.5)
+        os.kill(controller, signal.SIGKILL)
+        killed = now()
+        for call in calls:
+            with pytest.raises(GroupError, match="controller"):
+                call.result()
+        assert now() - killed < DEATH_S
 
 
 @pytest.mark.full

@@ -1,7 +1,9 @@
-"""Rows 7, 8, 12: a file that is wrong stops a group before it has an actor, and a file that changes stops the load."""
+"""Rows 7, 8, 12: files that are wrong stop a group before it has an actor, and a file that changes stops the load."""
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,44 @@ from tests.faults.trap import BUCKET_BYTES, slow_reads
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def test_a_wrong_file_is_refused_before_there_is_an_actor(checkpoint: Path, tmp_path: Path) -> None:
-    """Files that are wrong in each way: `tests/checkpoint/format`."""
+def spoil(data: bytes, how: str) -> bytes:
+    """A safetensors file that is wrong in one way."""
+    size = struct.unpack("<Q", data[:8])[0]
+    header, payload = data[8 : 8 + size], data[8 + size :]
+    if how == "truncated":
+        return data[:-4]
+    if how == "trailing bytes":
+        return data + b"more"
+    if how == "oversized header":
+        return struct.pack("<Q", 1 << 40) + data[8:]
+    fields = json.loads(header)
+    if how == "unknown dtype":
+        fields["0.bias"]["dtype"] = "F31"
+    if how == "shape overflow":
+        fields["0.bias"]["shape"] = [1 << 40, 1 << 40]
+    if how == "hole":
+        fields = {name: value for name, value in fields.items() if name != "0.weight"}
+    text = json.dumps(fields).encode()
+    if how == "duplicate key":
+        text = text[:-1] + b',"0.bias":' + json.dumps(fields["0.bias"]).encode() + b"}"
+    return struct.pack("<Q", len(text)) + text + payload
+
+
+WRONG = ("truncated", "trailing bytes", "oversized header", "unknown dtype", "shape overflow", "hole", "duplicate key")
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_file_is_refused_before_there_is_an_actor(how: str, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(checkpoint.read_bytes()[:-4])
+    path.write_bytes(spoil(checkpoint.read_bytes(), how))
     before = rank_processes()
     begun = now()
-    with pytest.raises(CheckpointError, match="truncated") as caught:
+    with pytest.raises(CheckpointError) as caught:
         make_group(path)
     assert now() - begun < 2
     assert caught.value.path == str(path)
+    if how in ("unknown dtype", "shape overflow"):
+        assert caught.value.tensor == "0.bias"
     assert not rank_processes() - before
 
 

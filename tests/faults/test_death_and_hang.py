@@ -122,6 +122,7 @@ def test_a_rank_that_crashes_or_blocks(how: How, many_buckets: Path, tmp_path: P
 
 def dies(how: How, phase: str, rank: int, checkpoint: Path, folder: Path) -> None:
     error, seconds = struck(how, phase, rank, checkpoint, folder)
+    assert (error is None) == (phase == "close")
     if error is not None:
         assert seconds < DEATH_S
         assert error.primary is not None

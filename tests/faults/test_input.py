@@ -49,6 +49,23 @@ def make_twin(state: dict[str, torch.Tensor]) -> nn.Module:
     return twin
 
 
+def test_no_rows_are_refused_by_the_driver(three: ShardedModelGroup) -> None:
+    begun = now()
+    for call in (three.forward, three.train_step):
+        with pytest.raises(ValueError, match="0 rows"):
+            call(Split(torch.zeros(0, 8)))
+    assert now() - begun < 1
+    assert three.state is GroupState.READY
+
+
+def test_rows_that_fit_no_rank_alike_are_an_error_that_leaves_the_group_ready(three: ShardedModelGroup) -> None:
+    shapes = PerRank([torch.zeros(1, 8), torch.zeros(2, 8), torch.zeros(5, 8)])
+    assert len(three.forward(shapes)) in (1, 8), "rank 0's rows, or all of them"
+    with pytest.raises(GroupError, match="mat1 and mat2"):
+        three.forward(PerRank([torch.zeros(1, 9)] * WORLD_SIZE))
+    assert three.state is GroupState.READY
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_a_shape_that_one_rank_alone_cannot_take_is_never_a_hang(checkpoint: Path) -> None:
     group = make_group(checkpoint, timeouts=Timeouts(call_s=20, drain_s=1))

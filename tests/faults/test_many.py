@@ -31,7 +31,7 @@ def squatters(number: int) -> Iterator[set[int]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_groups", [2, pytest.param(NUM_GROUPS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_groups", [4, pytest.param(NUM_GROUPS, marks=pytest.mark.full)])
 def test_groups_that_start_at_once_do_not_collide(num_groups: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "tests.faults.joining"])

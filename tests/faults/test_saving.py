@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def value_of(target: Path) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_moments", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_moments", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_a_rank_killed_at_any_moment_of_a_save(num_moments: int, tmp_path: Path) -> None:
     target, pids = tmp_path / "saved", tmp_path / "pids"
     pids.mkdir()
@@ -68,18 +69,18 @@ def test_a_rank_killed_at_any_moment_of_a_save(num_moments: int, tmp_path: Path)
 
 def kill_during_saves(target: Path, pids: Path, first: int, moments: random.Random) -> None:
     """Start saving ranks, wait for the first save of theirs, and kill one of them a random while later."""
-    victim = moments.randrange(WORLD_SIZE)
-    process = multiprocessing.get_context("fork").Process(
-        target=_kill_soon, args=(target, pids / str(victim), first, moments.uniform(0, 0.2))
-    )
-    process.start()
+    victim, killed = moments.randrange(WORLD_SIZE), list[int]()
+    # Not a forked process: after that, Ray's own calls of this one were seen to hang for minutes.
+    args = (target, pids / str(victim), first, moments.uniform(0, 0.2), killed)
+    thread = threading.Thread(target=_kill_soon, args=args)
+    thread.start()
     with pytest.raises(RanksFailedError):
         run_ranks(WORLD_SIZE, save_without_end, str(target), str(pids), first, timeout_s=120)
-    process.join(10)
-    assert process.exitcode == 0
+    thread.join(10)
+    assert killed
 
 
-def _kill_soon(target: Path, pid_file: Path, first: int, after_s: float) -> None:
+def _kill_soon(target: Path, pid_file: Path, first: int, after_s: float, killed: list[int]) -> None:
     until = time.monotonic() + 110  # the first ranks import torch
     while time.monotonic() < until:
         with contextlib.suppress(CheckpointError, OSError):
@@ -87,8 +88,9 @@ def _kill_soon(target: Path, pid_file: Path, first: int, after_s: float) -> None
                 break
         time.sleep(0.005)
     time.sleep(after_s)
-    os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    os._exit(0)
+    pid = int(pid_file.read_text())
+    os.kill(pid, signal.SIGKILL)
+    killed.append(pid)
 
 
 def test_a_full_disk_and_a_destination_that_is_taken(group: ShardedModelGroup, small_disk: Path) -> None:
@@ -106,3 +108,19 @@ def test_a_full_disk_and_a_destination_that_is_taken(group: ShardedModelGroup, s
     (small_disk / "filler").unlink()
     group.save(target, overwrite=True)
     assert len(open_checkpoint(target).tensors) == 4
+
+
+def test_two_saves_to_one_place(group: ShardedModelGroup, tmp_path: Path) -> None:
+    """Two calls in the queue: the second finds the place taken."""
+    target = tmp_path / "saved"
+    calls = [group.save.remote(target), group.save.remote(target)]
+    outcomes: list[Any] = []
+    for call in calls:
+        try:
+            outcomes.append(call.result(timeout_s=30))
+        except CheckpointError as error:
+            outcomes.append(error)
+    assert not isinstance(outcomes[0], Exception)
+    assert isinstance(outcomes[1], CheckpointError)
+    assert len(open_checkpoint(target).tensors) == 4
+    assert group.state is GroupState.READY

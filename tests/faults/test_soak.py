@@ -65,7 +65,7 @@ def use_once(checkpoint: Path, pids: set[int]) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("times", [2, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.full)])
 def test_create_and_close_again_and_again(times: int, checkpoint: Path) -> None:
     pids: set[int] = set()
     use_once(checkpoint, pids)  # what Ray keeps for good is there after the first

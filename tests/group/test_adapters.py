@@ -131,10 +131,14 @@ def test_new_adapters_leave_the_optimizer_state_of_their_base(base: Path, tmp_pa
         names = [name for held in group.call(adapted) for name in held]
         assert names
         assert [name for name in names if "lora_" not in name] == []
+        before = group.state_dict()
         with pytest.raises(DataError, match=r"step 1 could not be made: ValueError: data: input_ids holds 64 in row 2"):
             group.fit(bad, batch_size=BATCH, collate_fn=collate(), progress=False)
         with pytest.raises(DataError, match=r"input_ids holds 64"):
             group.evaluate(bad, batch_size=BATCH, collate_fn=collate())
+        assert any(not torch.equal(before[name], tensor) for name, tensor in group.state_dict().items()), (
+            "step 0 was made"
+        )
         assert fit(group, max_steps=1).first_step == 0
         assert group.load(tmp_path / "full").kept, "the state of the base's optimizer is not of the adapters"
 

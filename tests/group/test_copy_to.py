@@ -277,15 +277,8 @@ def controller_of(group: ShardedModelGroup) -> int:
     return int(group._client.connection.where.rpartition(" ")[2])
 
 
-@pytest.mark.parametrize(
-    ("side", "is_queued"),
-    [
-        ("source", True),
-        ("target", False),
-        pytest.param("source", False, marks=pytest.mark.full),
-        pytest.param("target", True, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("is_queued", [True, False])
 def test_a_controller_that_is_killed_leaves_the_other_group_ready(
     side: str, is_queued: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
 ) -> None:

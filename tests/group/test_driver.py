@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from raysharding import Timeouts
@@ -116,6 +117,42 @@ def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, watch
     assert shared_memory() <= before
 
 
+PREDICT = """
+def slow(outputs, batch):
+    time.sleep(0.05)
+    return {"logits": outputs}
+
+group = make()
+rows = [{"input": [float(number)] * 8, "id": number} for number in range(100)]
+report = group.predict(rows, batch_size=4, fn=slow, keys=["id"], rows_per_file=5, output=sys.argv[3], resume=True)
+tell(rows=report.num_rows, found=report.num_found)
+group.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_a_predict_goes_on_after_its_driver_was_killed(
+    standing: StandingCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
+        driver.hear()
+        until = now() + 30
+        while len(list(output.glob("*.parquet"))) < 4:
+            assert now() < until
+            time.sleep(0.01)
+        driver.kill()
+    before = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
+    with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
+        driver.hear()
+        told = driver.hear()
+    # Ranks that have not heard of the driver's end yet may have finished some more.
+    assert told["rows"] == 100
+    assert 5 * len(before) <= told["found"] < 100
+    assert pq.read_table(output)["id"].to_pylist() == list(range(100))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
 FROZEN = """
 import os
 group = make(timeouts=Timeouts(lease_s=2.0))
@@ -176,6 +213,80 @@ def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
         time.sleep(1.5)
         assert group.call(lambda: 1) == [1, 1]
         assert group.state is GroupState.READY
+
+
+TRAINED = """
+group = make(name="llama")
+group.set_optimizer(torch.optim.SGD, lr=0.1)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+torch.save(group.state_dict(), sys.argv[2] + ".trained")
+tell(seconds=group.load_report.seconds)
+time.sleep(1000)
+"""
+
+ATTACHED = """
+begun = now()
+group = ShardedModelGroup.attach("llama")
+attach_s = now() - begun
+trained, state = torch.load(sys.argv[2] + ".trained"), group.state_dict()
+tell(
+    pids=[one.pid for one in group.ranks],
+    same=state.keys() == trained.keys() and all(torch.equal(state[name], trained[name]) for name in trained),
+    seconds=group.load_report.seconds,
+    shape=list(group.forward(Split(torch.ones(3, 8))).shape),
+    state=group.state.value,
+    attach_s=attach_s,
+)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+group.shutdown()
+tell(shut=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.full
+def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, watch: Driver, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, TRAINED) as first:
+        pids = first.hear()["pids"]
+        report = first.hear()
+        first.kill()
+        first.process.wait(10)
+    with Driver(standing, checkpoint, ATTACHED) as second:
+        heard = second.hear()
+        print(f"attached in {heard['attach_s']:.2f} s")
+        assert heard["pids"] == pids
+        assert heard["same"], "the trained weights"
+        assert heard["seconds"] == report["seconds"], "the report of the only load there was"
+        assert heard["shape"] == [3, 4]
+        assert heard["state"] == "ready"
+        assert second.hear()["shut"]
+        since = now()
+        seconds_until_gone(pids, since, RELEASE_S)
+        watch.say("go")
+        assert watch.hear() == FREE
+        assert now() - since < RELEASE_S
+
+
+EXITS = """
+group = make(name="llama", timeouts=Timeouts(lease_s=6.0))
+tell(ready=True)
+"""
+
+
+@pytest.mark.full
+def test_a_lease_ends_a_named_group_whose_driver_has_gone(
+    standing: StandingCluster, watch: Driver, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, EXITS) as driver:
+        pids = driver.hear()["pids"]
+        driver.hear()
+        assert driver.process.wait(30) == 0
+        since = now()  # it renews until it begins to exit, which takes a while
+        gone = seconds_until_gone(pids, since, 6.0 + 2.0)
+        print("seconds until the ranks were gone:", gone)
+        assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
+        watch.say("go")
+        assert watch.hear() == FREE
 
 
 BUILDS = """

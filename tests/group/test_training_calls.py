@@ -216,6 +216,8 @@ def test_a_schedule_goes_where_its_optimizer_goes(checkpoint: Path, rows: torch.
         assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
         group.load(tmp_path / "saved")
         assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
+        assert group.restart(tmp_path / "saved").checkpoint == str(tmp_path / "saved")
+        assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
         with pytest.raises(ValueError, match="schedule=3: give a class of"):
             group.set_scheduler(3)  # type: ignore[arg-type]
         with pytest.raises(GroupError, match="unexpected keyword argument 'gamma'"):

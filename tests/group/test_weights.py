@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from examples.feed_engine import main
 from raysharding import GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
+from tests.conftest import make_group
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
 
@@ -48,6 +49,15 @@ def feeding() -> Callable[..., dict[str, torch.Tensor]]:
         return taken
 
     return feed
+
+
+@pytest.mark.full
+def test_an_engine_that_fails_leaves_three_ranks_ready(checkpoint: Path) -> None:
+    with make_group(checkpoint, world_size=3) as group:
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(feeding(), "error")
+        assert group.state is GroupState.READY
+        group.forward(Split(torch.zeros(3, 8)))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from raysharding.group.cluster.placement import (
     cluster_gpus,
     group_names,
     name_taken,
+    own_bundles,
     rank_need,
     ranks_per_gpu,
     remove_placement_groups,

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
@@ -360,6 +366,17 @@ def _placement_error(
     outcome = "cannot be placed" if waited_s is None else f"were not placed within {waited_s:g} s"
     message = f"{world_size} ranks of {show_resources(need)} each {outcome}; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
+
+
+def own_bundles(world_size: int, need: Resources) -> list[str]:
+    """Return a line on the placement group of a Tune trial or Serve replica, where the ranks fit into its bundles."""
+    own = get_current_placement_group()
+    bundles = own.bundle_specs[:world_size] if own is not None else []
+    if len(bundles) < world_size or any(bundle.get(name, 0) < need[name] for bundle in bundles for name in need):
+        return []
+    has = f"the placement group of this actor or task has {own.bundle_count} bundles"
+    cure = "Placement(placement_group=ray.util.get_current_placement_group()) places one rank in each"
+    return [f"{has}: {cure}; the actor itself must take nothing of them (num_cpus=0)"]
 
 
 @dataclass(frozen=True, slots=True)

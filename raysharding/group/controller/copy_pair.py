@@ -28,22 +28,22 @@ class CopyPair:
         """
         self.joint = joint
         self._begins: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._num_ready = 0
+        self._ready: set[str] = set()
         self.why = ""
         """Why the pair does not begin."""
 
     async def may_begin(self) -> bool:
         """Wait at the head of the queue; return False if the other group cannot run its part."""
         if self.joint.is_leader:
-            return await self.one_is_ready()
+            return await self.is_ready("leader")
         if not self._begins.done():
             start(self._ask_leader())
         return await self._begins
 
-    async def one_is_ready(self) -> bool:
-        """Note that one of the parts is at the head of its queue; return True if both begin. On the leader."""
-        self._num_ready += 1
-        if self._num_ready == 2 and not self._begins.done():
+    async def is_ready(self, part: str) -> bool:
+        """Note that a part is at the head of its queue, once or again; return True if both begin. On the leader."""
+        self._ready.add(part)
+        if len(self._ready) == 2 and not self._begins.done():
             self._begins.set_result(True)
         return await self._begins
 

@@ -134,7 +134,7 @@ class CallQueue:
         pair = self._pairs.get(key)
         if pair is None:
             return False, "the copy was withdrawn"
-        return await pair.one_is_ready(), pair.why
+        return await pair.is_ready("follower"), pair.why
 
     async def copy_ended(self, key: str) -> str:
         """Wait for the end of a follower's call; return its error, for a leader that has not begun."""

@@ -24,7 +24,9 @@ from raysharding.group.cluster import (
     cluster_gpus,
     connect,
     join_existing,
+    own_bundles,
     own_node_id,
+    rank_need,
     tell,
     warn,
 )
@@ -209,7 +211,7 @@ def start_plan(
         node_ids: Nodes that get one rank without resources each, instead of a placement group.
         imports: Arguments of the ranks' `import_code`; `None` for a model of the user's own code.
     """
-    access = spec.hub_access()
+    access, need = spec.hub_access(), rank_need(device_type, spec.placement)
     return StartPlan(
         actor_class=RankActor,
         concurrency_groups=CONCURRENCY_GROUPS,
@@ -222,7 +224,7 @@ def start_plan(
         paths=tuple(paths),
         driver_node=own_node_id(),
         hub=None if access is None else pack(access, "the access to the hub").snapshot(),
-        held=own_groups(),
+        held=(*own_groups(), *own_bundles(world_size, need)),
         tells=spec.progress is not False,
         node_ids=tuple(node_ids),
         imports=imports,

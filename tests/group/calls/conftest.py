@@ -30,6 +30,7 @@ asks = {
     "fit": lambda: group.fit([{"input": [1.0] * 8}] * 4, batch_size=2, loss=lambda output: output.square().mean(),
                              progress=False).num_steps,
     "load": lambda: group.load(sys.argv[2]) is not None,
+    "sleep": lambda: group.call(time.sleep, 0.01),
     "noted": lambda: group.call(noted),
     "state": lambda: group.state.value,
     "pids": lambda: [one.pid for one in group.ranks],

@@ -179,6 +179,38 @@ time.sleep(100)
 """.replace("RUNNING_S", str(RUNNING_S))
 
 
+def test_ctrl_c_cancels_the_calls_of_its_own_driver_alone(
+    mine: Driver, standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, PRESSES) as other:
+        assert other.hear()["waits"]
+        mine.say("sleep")
+        time.sleep(0.5)
+        other.kill(signal.SIGINT)
+        assert other.hear() == {"interrupted": True, "cancelled": 2}
+        assert mine.hear()["value"] == [None, None]
+        assert ask(mine, "forward") == "[3, 4]"
+
+
+PRESSES = """
+from raysharding import CallCancelledError
+group = ShardedModelGroup.attach("shared")
+calls = [group.call.remote(time.sleep, seconds) for seconds in (2, 60, 60)]
+tell(waits=True)
+try:
+    calls[2].result()
+except KeyboardInterrupt:
+    cancelled = 0
+    for call in calls[1:]:
+        try:
+            call.result()
+        except CallCancelledError:
+            cancelled += 1
+    tell(interrupted=True, cancelled=cancelled)
+sys.stdin.readline()
+"""
+
+
 def test_ctrl_c_twice_stops_the_group_and_the_others_are_told_by_whom(
     mine: Driver, standing: StandingCluster, checkpoint: Path
 ) -> None:

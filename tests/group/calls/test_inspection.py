@@ -17,6 +17,7 @@ from raysharding.group import GroupState
 from tests.clock import now
 from tests.controllers import await_state
 from tests.docs.blocks import blocks_of
+from tests.group.calls.test_live_view import view_threads
 from tests.group.conftest import make_group
 from tests.group.standing import ROOT
 
@@ -101,7 +102,7 @@ def attach_to_an_issue(group: ShardedModelGroup) -> None:
     exec(re.sub(r"(?m)^group = .*$", "", block), {"group": group})
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_of_a_rank_that_died_while_idle(
     number: int,
     checkpoint: Path,
@@ -133,7 +134,7 @@ def test_of_a_rank_that_died_while_idle(
         assert now() < until
         time.sleep(0.02)
     group.shutdown()
-    while "ended: the group was shut down" not in repr(view):
+    while "ended: the group was shut down" not in repr(view) or view_threads():
         assert now() < until
         time.sleep(0.02)
     shown = capsys.readouterr().err

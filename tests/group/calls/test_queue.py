@@ -226,7 +226,7 @@ def test_a_copy_that_was_submitted_is_before_the_next_call_of_the_other_group(
                 parameter.add_(1.0)
 
     with make_group(checkpoint) as target:
-        for _ in range(20):
+        for _ in range(50):
             group.call.remote(add)
             copy = group.copy_to.remote(target)
             seen = target.forward.remote(torch.ones(1, 8))

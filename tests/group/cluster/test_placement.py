@@ -116,6 +116,47 @@ def test_gpus_that_the_cluster_has_not_are_refused_at_once(checkpoint: Path) -> 
     assert [node["GPU"] for node in caught.value.have.values()] == [0.0]
 
 
+CHOICES = """
+import json, re, sys
+from pathlib import Path
+import ray
+from examples import quickstart
+from raysharding import Placement, PlacementError, ShardedModelGroup
+from raysharding.group.cluster import ask_nodes, choose_ranks, cluster_cpus, cluster_gpus
+from tests.forking import runtime_env
+from tests.group.conftest import make_mlp
+
+ray.init("local", num_cpus=9, num_gpus=int(sys.argv[1]), include_dashboard=False, runtime_env=runtime_env())
+(line,) = re.findall(r"^ *world_size = (.*)$", Path("examples/quickstart.py").read_text(), re.MULTILINE)
+found = {
+    name: choose_ranks(None, given, Placement(), cluster_gpus(), cluster_cpus())
+    for name, given in {"default": None, "quickstart": eval(line, {**vars(quickstart), "device": None})}.items()
+}
+for options in (dict(world_size=None), dict(world_size=int(sys.argv[1]) + 1, device="cuda")):
+    try:
+        with ShardedModelGroup.from_checkpoint(sys.argv[2], model=make_mlp(), **options) as group:
+            found[str(options["world_size"])] = f"{group.world_size} ranks on {group.ranks[0].device}"
+    except Exception as error:
+        found[str(options["world_size"])] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.usefixtures("worker_python")
+@pytest.mark.full
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_what_a_cluster_with_so_many_gpus_gets(num_gpus: int, checkpoint: Path) -> None:
+    command = [sys.executable, "-c", CHOICES, str(num_gpus), str(checkpoint)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["default"] == ["cuda", num_gpus]
+    assert found["quickstart"] == ["cuda", min(num_gpus, 4)]
+    # The GPUs are there for Ray, but not for this machine's torch.
+    assert "knows no GPU" in found["None"]
+    assert f"PlacementError: {num_gpus + 1} ranks of 1 CPU, 1 GPU each cannot be" in found[str(num_gpus + 1)]
+
+
 NODES = """
 import json, time
 import ray

@@ -71,6 +71,7 @@ def test_gradients_of_an_accumulation_are_one_drivers_alone(
     refused(lambda: second.clip_grad_norm_(1e-6), beside)
     refused(lambda: first.fit([{"input": [1.0] * 8}], batch_size=1, progress=False), "optim_step or zero_grad ends it")
     assert norm(first) == alone
+    assert norm(second, SMALL) == alone, "the step has released the claim"
 
     calls = [add(first, SMALL, wrong), add(first, SMALL)]
     refused(calls[0].result, "raised")

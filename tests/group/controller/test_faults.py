@@ -178,6 +178,18 @@ def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     group.shutdown()
 
 
+def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
+    os.kill(group.ranks[1].pid, signal.SIGSTOP)
+    error = failure_of(group.call.remote(lambda: 1), within_s=1.5 + 2.0)
+    assert isinstance(error, CallTimeoutError)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind) == (1, "hung")
+    assert "answers no questions; its process is stopped by a signal" in error.primary.message
+    assert sorted(error.failures) == [1]
+    group.shutdown()
+
+
 def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
     def build() -> torch.nn.Module:
         import os

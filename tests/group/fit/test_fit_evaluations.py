@@ -200,10 +200,11 @@ def test_rows_are_found_once_in_a_fit(
     assert fresh.evaluate(held_out, batch_size=BATCH, collate_fn=collate(), loss=regression())["num_rows"] > HELD_OUT
 
 
+@pytest.mark.parametrize("saves_elsewhere", [False, True])
 def test_a_best_save_that_an_error_cut_off_is_made_on_resume(
-    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path, saves_elsewhere: bool
 ) -> None:
-    """The older best stays until then."""
+    """The older best stays until then; also if the user has saved the weights in a place of their own."""
     scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
 
     def fail(step: FitStep) -> None:
@@ -215,6 +216,8 @@ def test_a_best_save_that_an_error_cut_off_is_made_on_resume(
     with pytest.raises(RuntimeError, match="before its save"):
         fit(fresh, parquet, **options)
     assert [path.name for path in saves.iterdir()] == ["step-4"]
+    if saves_elsewhere:
+        fresh.save(tmp_path / "mine")
     report = fit(fresh, parquet, **options, resume=True)
     assert (report.first_step, report.best.step, report.num_steps) == (6, 6, 8)
     assert sorted(path.name for path in saves.iterdir()) == ["step-6", "step-8"]
@@ -246,10 +249,11 @@ def test_a_last_evaluation_that_an_error_cut_off_is_made_on_resume(
     assert fit(fresh, parquet, **options, resume=True).evaluations == {}
 
 
+@pytest.mark.parametrize("saves_elsewhere", [False, True])
 def test_a_save_that_an_error_cut_off_is_made_on_resume(
-    fresh: ShardedModelGroup, parquet: Path, tmp_path: Path
+    fresh: ShardedModelGroup, parquet: Path, tmp_path: Path, saves_elsewhere: bool
 ) -> None:
-    """Also without evaluations, and if the user has saved the weights in a place of their own."""
+    """Also without evaluations."""
 
     def fail(step: FitStep) -> None:
         if step.num_steps == 4:
@@ -258,7 +262,8 @@ def test_a_save_that_an_error_cut_off_is_made_on_resume(
     options: dict[str, Any] = {"save_to": tmp_path / "saves", "save_every": 4}
     with pytest.raises(RuntimeError, match="before the save"):
         fit(fresh, parquet, **options, callbacks=[fail])
-    fresh.save(tmp_path / "mine")
+    if saves_elsewhere:
+        fresh.save(tmp_path / "mine")
     fit(fresh, parquet, **options, resume=True)
     assert position_in(tmp_path / "saves" / "step-4")["num_steps"] == 4
 

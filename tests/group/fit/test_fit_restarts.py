@@ -26,6 +26,7 @@ from raysharding import (
     GroupError,
     LoadReport,
     ShardedModelGroup,
+    Sharding,
     Split,
     current_worker,
 )
@@ -213,6 +214,36 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
         told = [pair for pair in zip(report.history["loss"], whole, strict=True) if not math.isnan(pair[0])]
         assert len(told) > len(whole) // 4
         assert [own for own, _ in told] == pytest.approx([expected for _, expected in told], abs=1e-4)
+
+
+@pytest.mark.full
+def test_a_save_that_a_callback_makes_is_gone_on_from(
+    checkpoint: Path, parquet: Path, undisturbed: list[float], tmp_path: Path
+) -> None:
+    """Callbacks hear of many quick steps at once: what they save bears the place that it is of."""
+    killer = Killer(12, 0)
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+
+        def save(step: FitStep) -> None:
+            if step.num_steps == 1:
+                group.save(tmp_path / "mine", overwrite=True)
+
+        killer.group = group
+        report = fit(group, parquet, epochs=4, callbacks=[save, killer])
+        assert report.num_restarts == 1
+        assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
+
+
+@pytest.mark.full
+def test_replicas_save_in_the_background_and_go_on(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
+    killer = Killer(12, 1)
+    with make_group(checkpoint, max_restarts=1, **hsdp) as group:
+        killer.group = group
+        saves: dict[str, Any] = {"save_to": tmp_path, "save_every": 5, "keep_last": 2, "async_save": True}
+        report = fit(group, parquet, epochs=4, callbacks=[killer], **saves)
+        assert report.num_restarts == 1
+    assert sorted(os.listdir(tmp_path)) == ["step-30", "step-32"]
 
 
 def slow_writes(seconds: float) -> Callable[[], None]:

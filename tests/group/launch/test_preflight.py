@@ -250,7 +250,7 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
         (9, 5, False, "28 B are needed with gradients and optimizer state, 19 B are free"),
         (10, 0, True, "20 B are needed for shards and load, 19 B are free: short by 1 B"),
     ):
-        on_gpus = [Need(load, training, free) for free in (20, 19)] + [Need(4, training, 20)] * 2
+        on_gpus = [Need(load, training, free) for free in (20, 19)] + [Need(load if is_error else 4, training, 20)] * 2
         (finding,) = check_memory(ranks, [MemoryNeed(Need(0, 0, 1000), one) for one in on_gpus])
         assert finding.is_error is is_error
         assert finding.message.startswith(f"{who}{said}")

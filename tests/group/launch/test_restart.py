@@ -108,9 +108,10 @@ def test_a_rank_that_fails_alone_breaks_the_group_until_a_restart(
         group.save(tmp_path / "saved")
         for fault in ("raise in loss", "raise in backward", "die in backward"):
             pids = {rank.pid for rank in group.ranks}
-            with pytest.raises(GroupError, match=r"rank 1 (raised|died)") as caught:
+            kind = "died" if fault == "die in backward" else "raised"
+            with pytest.raises(GroupError, match=f"rank 1 {kind}") as caught:
                 train(group, fault)
-            if fault != "die in backward":
+            if kind == "raised":
                 assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
                     rank: "raised" if rank == 1 else "collateral" for rank in range(size)
                 }
@@ -229,7 +230,7 @@ def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
         group.restart()
 
 
-@pytest.mark.parametrize("when_s", [0.5, *(pytest.param(one, marks=pytest.mark.full) for one in (0.0, 1.5))])
+@pytest.mark.parametrize("when_s", [0.0, 0.5, 1.5])
 def test_a_group_that_is_shut_down_while_it_restarts_stays_shut(checkpoint: Path, when_s: float) -> None:
     group = make_group(checkpoint, timeouts=Timeouts(drain_s=1.0))
     restarting = group.restart.remote(checkpoint=str(checkpoint))

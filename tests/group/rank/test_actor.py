@@ -140,6 +140,29 @@ def test_whatever_a_command_raises_is_data_and_the_rank_goes_on(actor: Any, kind
     assert value(run(actor, call(abs, -1))) == 1
 
 
+def test_a_result_that_cannot_be_packed_is_an_error_of_its_stage(actor: Any) -> None:
+    def lock() -> Any:
+        import threading
+
+        return threading.Lock()
+
+    error = run(actor, call(lock))[0].error
+    assert error is not None
+    assert error.stage == "output"
+
+
+def test_commands_run_on_one_thread_and_in_order(actor: Any) -> None:
+    def note(number: int) -> tuple[int, int]:
+        import threading
+
+        return threading.get_ident(), number
+
+    refs = [actor.run.remote(call(note, number))[0] for number in range(50)]
+    found = [decoded(sent).value.unpack() for sent in ray.get(refs, timeout=30.0)]
+    assert [number for _, number in found] == list(range(50))
+    assert len({thread for thread, _ in found}) == 1
+
+
 def test_control_answers_while_a_command_runs_and_shows_its_stack(actor: Any) -> None:
     running, _ = actor.run.remote(call(time.sleep, 1.0))
     time.sleep(0.3)

@@ -89,9 +89,7 @@ def test_what_ray_refuses_is_the_same_error_as_of_a_group_without_a_name(cluster
         make_group(checkpoint, name="llama", placement=Placement(labels={"a b": "x"}))
 
 
-@pytest.mark.parametrize(
-    "how", ["with its ranks", *(pytest.param(one, marks=pytest.mark.full) for one in ("ray.kill", "with its owner"))]
-)
+@pytest.mark.parametrize("how", ["with its ranks", "ray.kill", pytest.param("with its owner", marks=pytest.mark.full)])
 def test_an_actor_that_owns_a_group(owner: Any, checkpoint: Path, wait_free: Callable[[float], None], how: str) -> None:
     options = {"model": make_mlp()}
     if how == "with its owner":

@@ -16,8 +16,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
-from raysharding import ShardedModelGroup
-from tests.group.conftest import make_group, make_mlp
+from raysharding import CallTimeoutError, Placement, ShardedModelGroup, Timeouts
+from tests.group.conftest import free_cpus, make_group, make_mlp
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
@@ -106,3 +106,41 @@ def test_an_asyncio_actor_in_a_placement_group_awaits_calls(
     assert most == len(parts)
     for part, answer in zip(parts, answers, strict=True):
         torch.testing.assert_close(answer, reference(part))
+
+
+@pytest.mark.parametrize("num_bundles", [1, 2])
+def test_a_lack_of_room_beside_the_placement_group_of_the_owner_names_it_where_two_ranks_fit(
+    cluster: None, checkpoint: Path, num_bundles: int
+) -> None:
+    """As a Ray Tune trial that has reserved the ranks' room, and all that the cluster has, but does not say so."""
+    trial = placement_group([{"CPU": free_cpus() / num_bundles}] * num_bundles)
+    strategy = PlacementGroupSchedulingStrategy(trial, placement_group_capture_child_tasks=True)
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
+    timeouts = Timeouts(place_s=1.0)
+    try:
+        ray.get(trial.ready(), timeout=30)
+        replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint), timeouts=timeouts)
+        with pytest.raises(ray.exceptions.ActorDiedError, match="were not placed within 1 s; busy") as raised:
+            ray.get(replica.answer_all.remote([]), timeout=60)
+        hint = "has 2 bundles: Placement(placement_group=ray.util.get_current_placement_group())"
+        assert (hint in str(raised.value)) == (num_bundles == 2)
+        assert ("Placement(placement_group=" in str(raised.value)) == (num_bundles == 2)
+    finally:
+        remove_placement_group(trial)
+
+
+def test_a_lack_of_room_in_the_given_placement_group_is_named(cluster: None, checkpoint: Path) -> None:
+    """As that of a Ray Tune trial whose function sits in the first bundle and takes its CPU."""
+    trial = placement_group([{"CPU": 1}] * 2)
+    ray.get(trial.ready(), timeout=30)
+    strategy = PlacementGroupSchedulingStrategy(trial, placement_group_bundle_index=0)
+    options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy}
+    user: Any = ray.remote(**options)(type("User", (), {"ping": lambda self: None})).remote()
+    ray.get(user.ping.remote(), timeout=60)
+    placed = {"placement": Placement(placement_group=trial), "timeouts": Timeouts(start_s=8.0)}
+    try:
+        with pytest.raises(CallTimeoutError, match="another actor or task may use its bundles"):
+            make_group(checkpoint, world_size=2, **placed)
+    finally:
+        ray.kill(user)
+        remove_placement_group(trial)
