@@ -291,6 +291,18 @@ def repack(data: Path, change: Any) -> None:
             archive.writestr(name, new, compression)
 
 
+def test_a_file_is_read_whole_though_a_read_gives_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads 2 GiB at most at once."""
+    write_dcp(tmp_path, {"w": cut(torch.arange(100_000))})
+
+    class Short(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    monkeypatch.setattr(dcp, "open", lambda path, mode: io.BufferedReader(Short(path, mode)), raising=False)
+    assert_same_bits(read_all(tmp_path), {"w": torch.arange(100_000)})
+
+
 def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
     buffer = io.BytesIO()
