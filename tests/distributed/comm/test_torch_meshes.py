@@ -125,7 +125,7 @@ def backward(modules: Sequence[nn.Module], batch: torch.Tensor) -> None:
         loss.backward()
 
 
-def require_trains_as(reference: nn.Module, module: nn.Module, group: Any = None) -> None:
+def require_trains_as(reference: Any, module: nn.Module, group: Any = None) -> None:
     """Losses, and parameters after some steps, are those of DDP or FSDP1 over the same ranks."""
     torch.testing.assert_close(train(module, adam(module), group), train(reference, adam(reference), group))
     if isinstance(reference, FullyShardedDataParallel):
@@ -207,8 +207,9 @@ def test_pairs_of_groups() -> None:
         fields = Sharding.from_strategy(strategy, 4, 2, wrap=["Linear"])
         options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
         for mesh in (init_mesh("cpu", fields), init_mesh("cpu", group=(shard, replicate))):
-            for more in ({"process_group": (shard, replicate), "sharding_strategy": strategy}, {}):
-                reference = FullyShardedDataParallel(stack(), **more, **options)
+            with_pair = options | {"process_group": (shard, replicate), "sharding_strategy": strategy}
+            for given in (with_pair, options):
+                reference = FullyShardedDataParallel(stack(), **given)
                 require_trains_as(reference, shard_module(stack(), mesh, fields))
     module: nn.Module = stack()
     for parameter in module.parameters():
