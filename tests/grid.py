@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,20 +28,3 @@ def device_grid(*quick: int, full: tuple[int, ...], sim: tuple[int, ...] = (2,))
     """Values for `parametrize` of (device, world size): `cpu` as by `world_sizes`, and the sizes in `sim` on that."""
     on_sim = [pytest.param("sim", size, marks=needs_sim) for size in sim if not IS_PART]
     return [*(pytest.param("cpu", *size.values, marks=size.marks) for size in world_sizes(*quick, full=full)), *on_sim]
-
-
-def grid_of(checks: Mapping[tuple[str, int], Sequence[str]], *, full: tuple[int, ...]) -> list[Any]:
-    """Values for `parametrize` of (device, world size, check).
-
-    Args:
-        checks: (device, world size) → checks.
-        full: World sizes for where the whole grid is asked for.
-    """
-    if IS_PART:
-        most = max(size for device, size in checks if device == "cpu" and size not in full)
-        checks = {key: names for key, names in checks.items() if key == ("cpu", most)}
-    marks = {
-        key: [*([needs_sim] if key[0] == "sim" else []), *([pytest.mark.full] if key[1] in full else [])]
-        for key in checks
-    }
-    return [pytest.param(*key, name, marks=marks[key]) for key, names in checks.items() for name in names]

@@ -189,7 +189,7 @@ _OF_GROUP = {
 
 def _takes_process_group(value: Any) -> bool:
     owners = ("torch.distributed.checkpoint", "raysharding.distributed.saving")
-    is_one = inspect.isfunction(value) and value.__module__.startswith(owners)
+    is_one = inspect.isfunction(value) and (value.__module__ or "").startswith(owners)
     return is_one and "process_group" in inspect.signature(value).parameters
 
 

@@ -98,6 +98,7 @@ def check_ranks_that_share_gpus(path: Path) -> None:
         with pytest.raises(GroupError, match="OutOfMemoryError") as caught:
             group.forward(Split(torch.randn(8, 8)))
         assert {rank for rank, one in caught.value.failures.items() if one.kind == "raised"} == {1}
+        assert {one.kind for rank, one in caught.value.failures.items() if rank != 1} == {"collateral"}
         assert caught.value.primary == caught.value.failures[1]
         assert group.state.value == "broken"
         group.restart()

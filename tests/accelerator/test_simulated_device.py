@@ -79,6 +79,29 @@ def check_memory_is_counted() -> None:
     torch.empty(100, device="sim")
 
 
+def check_random_numbers() -> None:
+    """A generator of its own, which makes a CPU's numbers: drop-out, samples and `manual_seed`."""
+    torch.manual_seed(1)
+    expected = torch.rand(4), nn.functional.dropout(torch.ones(8))
+    torch.manual_seed(1)
+    torch.rand(3)  # the CPU's generator is another
+    found = torch.rand(4, device="sim"), nn.functional.dropout(torch.ones(8, device="sim"))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+    state = sim().get_rng_state()
+    first = torch.rand(4, device="sim")
+    sim().set_rng_state(state)
+    assert torch.equal(torch.rand(4, device="sim"), first)
+
+
+def check_devices_do_not_mix() -> None:
+    """An operation of tensors on several devices is refused; a parameter moves by its `data`."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, 2, device="sim") @ weight
+    weight.data = weight.data.to("sim")
+    assert (torch.ones(2, 2, device="sim") @ weight).tolist() == [[2.0, 2.0]] * 2
+
+
 def check_collectives() -> None:
     """A collective blocks the stream that waits for it, not the host; the backend has NCCL's conditions."""
     load_extension().set_collective_delay_us(DELAY_US)
@@ -116,6 +139,8 @@ ALONE = (
     check_copies_of_pageable_memory_wait,
     check_fresh_memory_is_garbage,
     check_memory_is_counted,
+    check_random_numbers,
+    check_devices_do_not_mix,
     check_an_index_out_of_range_kills_the_device,
 )
 

@@ -62,7 +62,7 @@ def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) ->
     return whole
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     rows_per_item=st.integers(1, 5),

@@ -89,6 +89,7 @@ def test_row_groups_are_blocks_and_chosen_columns_cross_to_other_ranks(directory
     assert list(opened(directory).block_rows) == [16, 16, 8, 16, 14]
     source = opened(directory, "number")
     assert set(rows_of(source)[0]) == {"number"}
+    assert set(rows_of(opened(directory, "number", "text"))[0]) == {"number", "text"}
     for copy in (pickle.loads(pickle.dumps(source)), ParquetFiles.from_dict(source.as_dict())):
         assert copy == source
         copy.check_seen()
@@ -238,10 +239,11 @@ def test_a_list_of_paths_is_read_in_its_order(tmp_path: Path) -> None:
         list_all_files(DataPath(paths[0], None, (str(tmp_path / "c.csv"),)))
 
 
-def test_other_files_of_rows_are_refused_with_what_to_write(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl.gz").write_bytes(b"rows")
-    for path, what in ((tmp_path / "rows.jsonl.gz", "ends in none of .parquet"), (tmp_path, "holds no .parquet")):
-        with pytest.raises(DataError, match=f"{what}.*: write Parquet.* decompress"):
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.arrow", "rows.txt"])
+def test_other_files_of_rows_are_refused_with_what_to_write(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"rows")
+    for path, what in ((tmp_path / name, "ends in none of .parquet"), (tmp_path, "holds no .parquet")):
+        with pytest.raises(DataError, match=f"{what}.*: write Parquet.*to_parquet.* decompress"):
             list_files(str(path))
 
 

@@ -49,6 +49,7 @@ def write(files: PartFiles, part: Part) -> None:
 def check_run(files: PartFiles, names: Any) -> None:
     """Begin, write, and continue a run in an empty place."""
     assert cut_parts(10, 3) == PARTS
+    assert cut_parts(2, 2) == [Part(0, 1), Part(1, 1)]
     assert files.begin(RECORD, resume=True) == RECORD
     write(files, PARTS[1])
     aborted = PartWriter(files.path_of(PARTS[0]), pa.schema({"id": pa.int64()}))

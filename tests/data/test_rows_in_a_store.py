@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,14 @@ ONCE_EACH = [
 ]
 
 
-@pytest.fixture(params=["parquet", "csv"])
+@pytest.fixture(params=["parquet", "jsonl", "csv"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> str:
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / f"rows.{request.param}"
     if request.param == "parquet":
         pq.write_table(pa.table({"number": NUMBERS}), path)
+    elif request.param == "jsonl":
+        path.write_text("".join(json.dumps({"number": number}) + "\n" for number in NUMBERS))
     else:
         path.write_text("number\n" + "".join(f"{number}\n" for number in NUMBERS))
     return s3.upload(tmp_path / "data", f"data-{request.param}")

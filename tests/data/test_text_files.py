@@ -114,7 +114,9 @@ def test_what_is_no_data_is_named(tmp_path: Path, csv_file: Path) -> None:
             "[1, 2]",
             r"a.jsonl: cannot be read: line 1: JSON parse error: .* write a JSON array as lines, pandas",
         ),
+        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "b.jsonl: cannot be read: line 2: JSON parse error: .*x"),
         ("c.jsonl", "", "c.jsonl: has no rows"),
+        ("d.csv", "a,b\n1\n", "d.csv: cannot be read: line 2: CSV parse error"),
         (
             "e.jsonl",
             '{"x": 1}\n' * 512 + '{"x": "one"}',
@@ -184,7 +186,7 @@ FIELDS += ['"""x"', '"x\n""y"', 'x""']
 def test_blocks_of_csv_are_cut_as_pyarrow_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over quotes, line ends, a mark at the beginning, empty lines, and blocks and reads of any size."""
     drawn = random.Random(0)
-    for case in range(150):
+    for case in range(300):
         ends = drawn.choice((["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\n\n"]))
         lines = [f"{drawn.choice(FIELDS)},{drawn.choice(FIELDS)}" for _ in range(drawn.randrange(1, 40))]
         text = "".join(line + drawn.choice(ends) for line in ("a,b", *lines))

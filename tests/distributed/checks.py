@@ -6,6 +6,7 @@ import inspect
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +32,6 @@ def outcome_of(check: Callable[[], object]) -> str:
 _OF_ALL = (
     # `AsyncSaver`, which only the ranks of a `ShardedModelGroup` make: all ranks of the process group.
     *("check_a_save_in_the_background", "check_no_memory_for_a_copy", "check_full_disk"),
-    *("check_against_fsdp1", "check_forms"),  # FSDP1's optimizer state goes through the default group
-    "check_local",  # torch.distributed.checkpoint.load sends from global rank 0 of any process_group
     # accelerate's own functions go by all ranks, and an accelerator without a mesh has all
     *("check_real_accelerator", "check_beside_accelerate", "check_patched_accelerate_on_other_modules", "check_hsdp"),
     *("check_accelerate_on_other_models", "check_same_sharding", "check_checkpointed", "check_mixed_precision"),
@@ -59,10 +58,22 @@ def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
         check = getattr(import_module(f"{__package__}.{module}"), function)
         see_group()
         outcomes[name] = outcome_of(partial(getattr(check, "of_rank", check), root))
+        _wait_for_others(name, outcomes[name])
     return outcomes
 
 
-_GROUP_S = 300.0
+def _wait_for_others(name: str, outcome: str) -> None:
+    """End the group with the traceback of a rank whose peers wait for it in the check that it left."""
+    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store.set(f"{name}/{dist.get_rank()}", "")
+    try:
+        if outcome:
+            store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=_PEERS_S))
+    except RuntimeError:
+        raise AssertionError(f"{name}: others did not end it in {_PEERS_S:g} s after this rank:\n{outcome}") from None
+
+
+_GROUP_S, _PEERS_S = 300.0, 20.0
 _found: dict[tuple[Path, str, int], list[dict[str, str]] | RanksFailedError] = {}
 """(room, device, number of ranks) → outcomes of its checks, by rank."""
 

@@ -129,13 +129,15 @@ def lose(
     assert error is not None, "no error was raised"
     kinds = {rank: failure.kind for rank, failure in sorted(error.failures.items())}
     primary = error.primary.rank if error.primary else None
-    said = f"error after {time.monotonic() - begun:.2f} s, {type(error).__name__}, primary rank {primary}, {kinds}, "
+    took = time.monotonic() - begun
+    said = f"error after {took:.2f} s, {type(error).__name__}, primary rank {primary}, {kinds}, "
     said += str(group.state.value)
     if group.state.value == "broken":
         report = group.restart()
         said += f"; restart {report.seconds:.1f} s"
     said += f"; {forward(group, expected)}"
     assert primary_is in (None, primary), f"{said}; the error: {error}"
+    assert not isinstance(error, CallTimeoutError) or took < CALL_S + 10, said
     if isinstance(error, CallTimeoutError) and primary_is is not None:
         waits = [rank for rank, one in error.failures.items() if "waits in a collective" in one.message]
         assert waits == [rank.rank for rank in group.ranks if rank.rank != LOST], f"{said}; the error: {error}"

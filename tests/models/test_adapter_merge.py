@@ -60,8 +60,8 @@ def merged_here(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("dtype", "wide"),
-    [(torch.bfloat16, True), (torch.float16, False)],
-    ids=["bfloat16", "all-float16"],
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=["float32", "bfloat16", "all-bfloat16", "all-float16"],
 )
 def test_a_merge_is_pefts_bit_for_bit(case: str, dtype: torch.dtype, wide: bool) -> None:
     name, fields = CASES[case]

@@ -195,7 +195,7 @@ def test_what_is_no_lora_config_or_needs_whole_base_weights_is_refused(config: A
         (
             "llama",
             {"trainable_token_indices": [0, 64, -1]},
-            r"names \[64, -1\], but model.embed\S+ has 64 rows",
+            r"names \[64, -1\], but model.embed\S+ has 64 rows: resize",
         ),
         (
             "llama-tied",

@@ -15,8 +15,8 @@ from tests.models.filling import everything, load_values
 
 @pytest.mark.parametrize(
     ("dtype", "original_format"),
-    [(torch.bfloat16, True), (torch.float32, False)],
-    ids=["bf16", "fp32, names as in memory"],
+    [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)],
+    ids=["fp32", "bf16", "names-as-in-memory"],
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_are_those_of_from_pretrained(

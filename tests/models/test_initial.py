@@ -50,6 +50,8 @@ def test_constants_are_those_of_transformers_and_noise_has_their_spread(name: st
         if fqn == "logit_scale":
             continue
         value = initialiser.value(fqn)
+        if fqn.endswith("weight"):
+            assert torch.equal(value, Initialiser(module, 0).value(fqn)), f"{fqn}: depends on what was asked before"
         assert (value.shape, value.dtype, value.device.type) == (tensor.shape, tensor.dtype, "cpu"), fqn
         if torch.equal(tensor, second[fqn]):
             assert torch.equal(value, tensor), fqn
@@ -88,6 +90,8 @@ def test_a_sharded_module_has_the_same_values_and_proofs(
     before = torch.random.get_rng_state()
     assert missing_rules(sharded, names, 0) == missing_rules(sharded, (), 0) == ()
     assert len(computed) < len(names) / 4, "what a dry run proves is not computed"
+    if name == "bert-classifier":
+        assert not [fqn for fqn in computed if fqn.endswith("weight")], computed
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -144,6 +148,27 @@ def test_a_rule_of_the_users_own() -> None:
     assert torch.equal(Initialiser(bank, 0).value("slots"), torch.arange(6.0).reshape(3, 2))
     assert Initialiser(bank, 0).value("mask").tolist() == [True, False, True, False]
     assert Initialiser(bank, 0).value("index").tolist() == [0, 1, 2, 3]
+
+
+class Scaled(nn.Module):
+    """No rule at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class HalfSet(Scaled):
+    """A rule that forgets the last element."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale[:2])
+
+
+@pytest.mark.parametrize("module", [Scaled(), HalfSet()])
+def test_without_a_whole_rule_the_tensor_is_named(module: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"1\.scale: .*reset_parameters"):
+        Initialiser(nn.Sequential(nn.Identity(), module), 0).value("1.scale")
 
 
 class Once(nn.Module):

@@ -45,8 +45,10 @@ def test_json_of_something_else_is_refused(data: bytes) -> None:
     ("text", "message"),
     [
         (b"{", "is not JSON"),
+        (b"", "is not JSON"),
         (b'"x"', "is a JSON str, not an object"),
         (b'{"a":"\xff"}', "is not UTF-8"),
+        (b"[" * 100_000, "nested too deep"),
     ],
 )
 def test_a_wrong_config_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
@@ -132,6 +134,14 @@ def test_metadata_of_the_files_is_merged_and_the_first_file_decides(tmp_path: Pa
     weight_map = {"s": "a.safetensors", "t": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert open_checkpoint(tmp_path).metadata == {"format": "pt", "by": "a", "more": "b"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads files whatever their mode")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
+    path.chmod(0)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import torch
 from raysharding.checkpoint import identify, identify_files, open_checkpoint
 from raysharding.checkpoint.storage import file_system_type, local
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, save_sharded, write_raw
+from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, save, save_sharded, write_raw
 
 
 def test_identify_equals_what_opening_found(tmp_path: Path) -> None:
@@ -27,6 +27,15 @@ def test_identify_equals_what_opening_found(tmp_path: Path) -> None:
     data = (directory / "x.safetensors").read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
     assert checkpoint.files[0].header_sha256 == hashlib.sha256(header).hexdigest()
+
+
+def test_same_size_and_time_but_another_header_is_told_apart(tmp_path: Path) -> None:
+    first = save(tmp_path / "1.safetensors", {"a": torch.zeros(3)})
+    second = save(tmp_path / "2.safetensors", {"b": torch.zeros(3)})
+    os.utime(second, ns=(0, first.stat().st_mtime_ns))
+    one, two = identify(str(first)), identify(str(second))
+    assert (one.num_bytes, one.mtime_ns) == (two.num_bytes, two.mtime_ns)
+    assert one.header_sha256 != two.header_sha256
 
 
 @pytest.mark.timeout(10)

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.checkpoint.format.header import parse_header, read_header_bytes
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, bits, write_raw
 
@@ -118,9 +120,15 @@ def change_bytes(data: st.DataObject, encoded: bytes) -> bytes:
     return bytes(changed)
 
 
+def pad(data: st.DataObject, encoded: bytes) -> bytes:
+    """White space, which the format allows behind the object and inside it."""
+    spaces = b" " * data.draw(st.integers(0, 9))
+    return data.draw(st.sampled_from([encoded + spaces, encoded.replace(b":", b":" + spaces), spaces + encoded]))
+
+
 TEXT_MUTATIONS: list[Callable[[st.DataObject, bytes], bytes]] = [
     *(change_value, move_bytes) * 2,
-    *(repeat_key, change_bytes),
+    *(repeat_key, change_bytes, pad),
 ]
 
 
@@ -249,8 +257,26 @@ def assert_same_as_library(checkpoint: Checkpoint, values: dict[str, Any]) -> No
     assert names == set(checkpoint.tensors)
 
 
-def test_500_mutated_checkpoints(tmp_path: Path) -> None:
-    root, num_examples = tmp_path, 500
+def assert_header_reads_inside(directory: Path) -> None:
+    """Ask for the headers through a function that sees each read: none goes over the file's end."""
+    for name in (FIRST, SECOND):
+        path = directory / name
+        if path.is_symlink():
+            continue
+        content = path.read_bytes()
+
+        def read(offset: int, length: int, content: bytes = content) -> bytes:
+            assert 0 <= offset <= offset + length <= len(content)
+            return content[offset : offset + length]
+
+        with contextlib.suppress(CheckpointError):
+            parse_header(name, 0, len(content), read_header_bytes(name, len(content), read))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_examples", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_mutated_checkpoints(num_examples: int, tmp_path: Path) -> None:
+    root = tmp_path
     directory = root / "checkpoint"
     directory.mkdir()
     write_raw(root / "outside.safetensors", GOOD, GOOD_PAYLOAD)
@@ -271,6 +297,7 @@ def test_500_mutated_checkpoints(tmp_path: Path) -> None:
             # After another mutation it may be no JSON any more, or of another form, or a link to nowhere.
             with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError, OSError):
                 mutate(data, directory)
+        assert_header_reads_inside(directory)
         outcomes["refused" if open_watched(directory) is None else "accepted"] += 1
         # A reader that waits, for a pipe's writer say, is ended by the test's own timeout.
         assert time.process_time() - begun_s < EXAMPLE_S

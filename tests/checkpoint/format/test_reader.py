@@ -104,17 +104,20 @@ def test_threads_share_one_reader(path: Path) -> None:
 
 def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path) -> None:
     checkpoint = open_checkpoint(path)
+    num_open = len(os.listdir("/proc/self/fd"))
     reader = FileReader(checkpoint.files)
     descriptor = cast(LocalFile, reader._acquire(0))._descriptor
     reader.close()
     reader.close()
     # A long read makes several calls; between two of them the number must not become another file's.
     assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]
+    assert len(os.listdir("/proc/self/fd")) == num_open + 1
     with pytest.raises(ValueError, match="FileReader is closed"):
         reader.read_tensor(checkpoint.tensors["a"])
     reader._release()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_a_file_cut_short_while_it_is_read(path: Path) -> None:

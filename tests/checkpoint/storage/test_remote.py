@@ -129,6 +129,12 @@ def test_a_hostile_index_is_refused_before_any_weight_file_is_touched(s3: S3Serv
     assert all("x.safetensors" not in request.path for request in s3.proxy.requests)
 
 
+def test_an_index_that_names_a_missing_file(s3: S3Server) -> None:
+    s3.put(f"missing/{INDEX}", json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode())
+    with pytest.raises(CheckpointError, match=r"'gone\.safetensors', which is missing"):
+        open_checkpoint(s3.uri("missing"))
+
+
 def test_a_header_that_lies_about_its_length_is_refused_after_its_8_bytes(tmp_path: Path, s3: S3Server) -> None:
     for length, message in ((1 << 40, "over the cap"), (90_000_000, "does not fit into")):
         path = write_raw(tmp_path / "x", GOOD, GOOD_PAYLOAD, length=length)

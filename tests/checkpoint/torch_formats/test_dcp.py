@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "PIECE_BYTES", 64)
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_every_dtype_and_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece_bytes", [64, 1000, 4 << 20])
+def test_every_dtype_and_shape(piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp, "PIECE_BYTES", piece_bytes)
     tensors = random_tensors() | {"C128": torch.randn(7, 5, dtype=torch.complex128), "wide": torch.randn(2, 999)}
     save_with_torch(tmp_path, tensors)
     assert_same_bits(read_all(tmp_path), tensors)
@@ -239,6 +241,7 @@ def change_place(metadata: Any, **fields: Any) -> None:
         ({"offset": 1 << 62}, "truncated"),
         ({"length": 1 << 62}, "truncated"),
         ({"length": 0}, "holds no torch.save archive"),
+        ({"length": 100}, "no torch.save archive"),
         ({"offset": 1, "length": 1600}, "holds no torch.save archive at bytes .1, 1601."),
         ({"transform_descriptors": ["zstd"]}, "zstd.*without stream extensions"),
     ],
@@ -263,6 +266,7 @@ def test_places_that_cannot_be(fields: dict[str, Any], message: str, tmp_path: P
         (WHOLE.reshape(6, 4), r"is torch.float32 \[6, 4\] torch.strided cpu, but"),
         (WHOLE.to_sparse(), r"is torch.float32 \[4, 6\] torch.sparse_coo"),
         ({"w": WHOLE}, "is dict, but"),
+        (OrderedDict(w=WHOLE), "is OrderedDict, but"),
         (nn.Parameter(WHOLE), "is Parameter, but"),
         (WHOLE.to("meta"), r"is torch.float32 \[4, 6\] torch.strided meta"),
     ],
@@ -285,6 +289,18 @@ def repack(data: Path, change: Any) -> None:
         for name, content in records.items():
             new, compression = change(name, content)
             archive.writestr(name, new, compression)
+
+
+def test_a_file_is_read_whole_though_a_read_gives_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads 2 GiB at most at once."""
+    write_dcp(tmp_path, {"w": cut(torch.arange(100_000))})
+
+    class Short(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    monkeypatch.setattr(dcp, "open", lambda path, mode: io.BufferedReader(Short(path, mode)), raising=False)
+    assert_same_bits(read_all(tmp_path), {"w": torch.arange(100_000)})
 
 
 def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:

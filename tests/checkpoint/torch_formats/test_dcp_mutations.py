@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from raysharding.checkpoint import DcpReader
+from raysharding.checkpoint.storage import local as local_storage
 from raysharding.errors import CheckpointError
 from tests.checkpoint.torch_formats.dcp_files import FILE, cut, metadata_of, read_all, saved, write_metadata
 
@@ -35,6 +36,18 @@ def checkpoint(tmp_path: Path) -> Path:
     with (tmp_path / FILE).open("ab") as file:
         file.write(value)
     return write_metadata(tmp_path, metadata)
+
+
+@pytest.fixture
+def within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read lies within its file."""
+    fill = local_storage.LocalFile.fill
+
+    def checked(self: Any, offset: int, views: Any) -> int:
+        assert 0 <= offset <= offset + sum(view.nbytes for view in views) <= self.found.num_bytes
+        return fill(self, offset, views)
+
+    monkeypatch.setattr(local_storage.LocalFile, "fill", checked)
 
 
 def tried(directory: Path) -> bool:
@@ -71,6 +84,7 @@ def edited(data: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
 
 @many
 @given(edits=EDITS)
+@pytest.mark.usefixtures("within")
 def test_any_bytes_of_metadata(checkpoint: Path, edits: list[tuple[str, float, bytes]]) -> None:
     good = (checkpoint / ".metadata").read_bytes()
     try:
@@ -96,6 +110,7 @@ def test_a_record_without_a_state(checkpoint: Path) -> None:
 
 @many
 @given(edits=EDITS)
+@pytest.mark.usefixtures("within")
 def test_any_bytes_of_a_file(checkpoint: Path, edits: list[tuple[str, float, bytes]]) -> None:
     good = (checkpoint / FILE).read_bytes()
     try:
@@ -103,6 +118,14 @@ def test_any_bytes_of_a_file(checkpoint: Path, edits: list[tuple[str, float, byt
         tried(checkpoint)
     finally:
         (checkpoint / FILE).write_bytes(good)
+
+
+@many
+@given(data=st.binary(max_size=80))
+@pytest.mark.usefixtures("within")
+def test_any_pickle_like_bytes(checkpoint: Path, data: bytes) -> None:
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + data + b".")
+    assert not tried(checkpoint)
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -155,6 +178,7 @@ JUNK: st.SearchStrategy[Any] = st.sampled_from([*PLAIN, *SIZES, torch.float64])
 
 @many
 @given(data=st.data())
+@pytest.mark.usefixtures("within")
 def test_any_field_of_metadata(checkpoint: Path, data: st.DataObject) -> None:
     good = (checkpoint / ".metadata").read_bytes()
     metadata = pickle.loads(good)

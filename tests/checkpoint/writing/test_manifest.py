@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from raysharding.checkpoint import (
     Checkpoint,
@@ -27,7 +28,7 @@ from raysharding.checkpoint.format import Checksums
 from raysharding.checkpoint.format import index as index_module
 from raysharding.checkpoint.writing import FileWriter, write_index, write_manifest
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import bits, sidecar_files
+from tests.checkpoint.build import bits, random_tensors, sidecar_files
 from tests.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -84,6 +85,13 @@ def test_an_untouched_save_agrees_with_its_manifest(saved: Path) -> None:
     assert mismatches(manifest_of(saved), checksums_of(open_checkpoint(saved))) == []
     assert manifest_of(saved).as_dict() == json.loads((saved / NAME).read_text())
     assert manifest_of(saved).num_bytes == 300 * 7 * 4 + 2 * 4 + 999 * 4
+
+
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    directory = save(tmp_path / "saved", {"model.safetensors": random_tensors()})
+    checkpoint = open_checkpoint(directory)
+    check_manifest(manifest_of(directory), checkpoint)
+    assert mismatches(manifest_of(directory), checksums_of(checkpoint)) == []
 
 
 def test_a_tensor_written_at_once(tmp_path: Path) -> None:
@@ -145,6 +153,17 @@ def test_files_that_are_not_the_saved_ones_are_found_before_data(saved: Path, tm
         check_manifest(manifest, open_checkpoint(saved / "z.safetensors"))
 
 
+def test_a_truncated_file_is_found(saved: Path) -> None:
+    path = saved / "y.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="truncated"):
+        open_checkpoint(saved)
+    # Shorter, yet whole: only the manifest knows that it was longer.
+    save_file({"b": torch.randn(998)}, path)
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes, but"):
+        check_manifest(manifest_of(saved), open_checkpoint(saved))
+
+
 def test_a_tensor_that_the_manifest_lacks_or_sizes_otherwise(saved: Path) -> None:
     fields = json.loads((saved / NAME).read_text())
     fields["tensors"]["a"]["num_bytes"] += 1
@@ -157,6 +176,11 @@ def test_a_tensor_that_the_manifest_lacks_or_sizes_otherwise(saved: Path) -> Non
     with pytest.raises(CheckpointError, match="does not list it") as caught:
         check_manifest(manifest_of(saved), open_checkpoint(saved))
     assert caught.value.tensor == "a"
+
+
+def test_no_manifest_is_none(saved: Path) -> None:
+    (saved / NAME).unlink()
+    assert read_manifest(open_checkpoint(saved)) is None
 
 
 def test_one_in_an_object_store(saved: Path, s3: S3Server) -> None:
@@ -189,6 +213,17 @@ GOOD: dict[str, Any] = {"format_version": 1, "algorithm": "crc32", "files": {"f"
     [
         (b"", "manifest is not JSON", None),
         (b'{"format_version": 1, "format_version": 1}', "gives the key 'format_version' twice", None),
+        (b"[]", "manifest is a JSON list, not an object", None),
+        (b"\xff", "manifest is not UTF-8", None),
+        (b"[" * 100_000, "nested too deep", None),
+        (b'{"files": {"a": 1, "a": 2}}', "gives the key 'a' twice", None),
+        (b'{"format_version": NaN}', "holds NaN", None),
+        (b'{"format_version": ' + b"9" * 5000 + b"}", "manifest", None),
+        ({"format_version": 1.0}, "is of format_version 1.0", None),
+        ({"algorithm": None}, "with algorithm None", None),
+        ({"files": [FILE]}, "is not what a save writes: AttributeError", None),
+        ({"files": {"f": 1}}, "is not what a save writes: TypeError", None),
+        ({"tensors": []}, "is not what a save writes: AttributeError", None),
         ({"format_version": 2}, "is of format_version 2 with algorithm 'crc32'.*upgrade raysharding", None),
         ({"format_version": True}, "is of format_version True", None),
         ({"algorithm": "md5"}, "with algorithm 'md5'", None),

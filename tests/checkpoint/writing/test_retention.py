@@ -111,8 +111,8 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def test_what_killed_processes_of_this_host_left_goes_at_once_and_live_ones_stay(tmp_path: Path) -> None:
-    name = "step-2"
+@pytest.mark.parametrize("name", ["model", "step-2"])
+def test_what_killed_processes_of_this_host_left_goes_at_once_and_live_ones_stay(tmp_path: Path, name: str) -> None:
     alive = write_and_wait(tmp_path / name)
     try:
         (living,) = os.listdir(tmp_path)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.checkpoint.writing import FileWriter, file_names, plan_files, write_file
@@ -35,6 +35,14 @@ def test_the_safetensors_library_and_our_reader_read_every_dtype_and_shape_bit_e
         assert torch.equal(bits(loaded[name]), bits(tensor)), name
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    save_file(readable, tmp_path / "theirs.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "theirs.safetensors")
+    assert set(checkpoint.tensors) == set(readable)
+    with FileReader(checkpoint.files) as reader:
+        for name, tensor in readable.items():
+            read = reader.read_tensor(checkpoint.tensors[name])
+            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(bits(read), bits(tensor)), name
     save(tmp_path / "all.safetensors", tensors)
     checkpoint = open_checkpoint(tmp_path / "all.safetensors")
     with FileReader(checkpoint.files) as reader:
@@ -109,6 +117,19 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be made: File exists"):
         FileWriter(str(path), [])
     assert load_file(path)["a"].item() == 1
+
+
+def test_leaving_the_block_by_an_error_removes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def fail() -> None:
+        with FileWriter(str(path), [("a", torch.int8, (1,))]) as writer:
+            assert path.exists()
+            writer.write_at("b", 0, memoryview(b"x"))
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not path.exists()
 
 
 @contextmanager
@@ -189,5 +210,6 @@ def test_the_file_plan_is_a_balanced_partition(sizes: dict[str, int], num_files:
 def test_the_largest_tensors_are_dealt_first_and_files_have_standard_names() -> None:
     assert plan_files({"a": 1, "b": 1, "c": 2}, 2) == (("c",), ("a", "b"))
     assert plan_files({"a": 0, "b": 0, "c": 0}, 3) == (("a",), ("b",), ("c",))
+    assert plan_files({}, 3) == ((),)
     assert file_names(3) == tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
     assert file_names(1) == ("model.safetensors",)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,3 +257,32 @@ def check_patched_accelerate_on_other_modules(root: Path) -> None:
     for patch in (first, first, second):
         patch.restore()
     assert (function.__code__, function.__defaults__) == before
+
+
+def show_where_accelerate_waits(root: Path) -> None:
+    """Load dicts of another dtype, and without a key, by both functions; leave in a file what came of it.
+
+    accelerate's gets a deadline of 3 s. The process group is of no use afterwards.
+    """
+    group: Any = dist.group.WORLD
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    state = {name: tensor.bfloat16() for name, tensor in nn.Sequential(nn.Linear(4, 4)).state_dict().items()}
+    lacking = {name: tensor.float() for name, tensor in state.items() if name != "0.weight"}
+    rows = [tensor.chunk(dist.get_world_size())[dist.get_rank()].float() for tensor in state.values()]
+    outcomes = []
+    for given in (state, lacking):
+        for load in (fsdp2_load_full_state_dict, oracle.fsdp2_load_full_state_dict):
+            with torch.device("meta"):
+                model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+            start = time.monotonic()
+            try:
+                load(accelerator_with(None), model, on_rank_0(given))
+                found = [local for _, _, local in shards_of(model).values()]
+                said = "right" if all(map(torch.equal, found, rows)) else "wrong"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            outcomes.append((said, time.monotonic() - start))
+    (root / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+    time.sleep(4)  # a rank that ends would let the other's wait end early

@@ -138,7 +138,13 @@ def check_accelerate_on_other_models(root: Path) -> None:
     """Where accelerate's own fails: buffers, a parameter in two groups, models without embeddings."""
     with kept_environment():
         plugin: Any = OraclePlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+    with pytest.raises(AttributeError, match="device_mesh"):
+        oracle.fsdp2_prepare_model(accelerator_with(plugin), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     fsdp2_prepare_model(accelerator_with(plugin), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    plugin = OraclePlugin(fsdp_version=2)
+    model = oracle.fsdp2_prepare_model(accelerator_with(plugin), ARCHITECTURES["bert"].make())
+    with pytest.raises((RuntimeError, ValueError, AssertionError, TypeError)):
+        model(**inputs())  # the decoder's bias is in two groups
     for name in ("vit", "clip", "resnet"):
         model = ARCHITECTURES[name].make()
         expected = copy.deepcopy(model)(**ARCHITECTURES[name].inputs())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.accelerate_compat import accelerate_loading_checks
 from tests.distributed.checks import run_checks
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
@@ -50,3 +52,20 @@ def test_on_ranks(world_size: int, names: tuple[str, ...], tmp_path: Path) -> No
     outcomes = run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=100)
     for rank, found in enumerate(outcomes):
         assert not (failed := {name: said for name, said in found.items() if said}), f"rank {rank}: {failed}"
+
+
+@pytest.mark.all_ranks
+@pytest.mark.timeout(60)
+def test_where_accelerate_is_wrong_or_waits(tmp_path: Path) -> None:
+    """Values of another dtype than the model's, and a key that is missing on rank 0."""
+    run_ranks(2, accelerate_loading_checks.show_where_accelerate_waits, tmp_path, timeout_s=50)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    said = [[what for what, _ in outcomes] for outcomes in ranks]
+    assert [what[0] for what in said] == ["right", "right"]
+    assert "wrong" in [what[1] for what in said], said
+    for what in said:
+        assert what[2].startswith("PlanError")
+        assert "0.weight" in what[2]
+    assert said[0][3].startswith("KeyError")
+    assert said[1][3].startswith("RuntimeError")
+    assert ranks[1][3][1] > 2.5, "it waited until the deadline"

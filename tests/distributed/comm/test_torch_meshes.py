@@ -6,6 +6,7 @@ They are those of torch's tests of FSDP, HSDP, `DeviceMesh` and distributed chec
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -24,8 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,8 +54,10 @@ from raysharding.distributed import (
     no_sync,
     optim_state_dict,
     optim_state_dict_to_load,
+    rekey_optim_state_dict,
     save_checkpoint,
     scatter_full_optim_state_dict,
+    set_state_dict_type,
     shard_full_optim_state_dict,
     shard_module,
     sharded_optim_state_dict,
@@ -112,6 +125,18 @@ def backward(modules: Sequence[nn.Module], batch: torch.Tensor) -> None:
         loss.backward()
 
 
+def require_trains_as(reference: Any, module: nn.Module, group: Any = None) -> None:
+    """Losses, and parameters after some steps, are those of DDP or FSDP1 over the same ranks."""
+    torch.testing.assert_close(train(module, adam(module), group), train(reference, adam(reference), group))
+    if isinstance(reference, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(reference):
+            expected = {name: value.detach().clone() for name, value in reference.module.named_parameters()}
+    else:
+        expected = dict(reference.module.named_parameters())
+    with summon_full_params(module):
+        torch.testing.assert_close(dict(module.named_parameters()), expected)
+
+
 def require_accumulation(mesh: DeviceMesh, group: Any, sharding: Sharding) -> None:
     """Steps of 3 backward passes, 2 of them in `no_sync`, equal those of DDP over the same ranks, and its norms."""
     modules: list[Any] = [shard_module(stack(), mesh, sharding), DistributedDataParallel(stack(), process_group=group)]
@@ -151,10 +176,14 @@ def hsdp_mesh() -> DeviceMesh:
 @on_ranks(full=(4,))
 def test_training_on_an_axis_and_with_replicas() -> None:
     """As DDP, whatever is freed, recomputed or offloaded; with a replica alone, and by torch's all-reduce hook."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
-    require_accumulation(mesh, mesh.get_group(), LINEAR)
+    axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    group = axis.get_group()
+    made = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    assert made.mesh.tolist() == axis.mesh.tolist() == init_mesh("cpu", group=group).mesh.tolist()
+    for mesh in (axis, made, init_mesh("cpu", group=group)):
+        require_accumulation(mesh, group, LINEAR)
     require_accumulation(init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")), None, LINEAR)
-    for reshard, recompute, offload in ((True, True, False), (False, False, True), (2, True, True)):
+    for reshard, recompute, offload in ((True, True, False), (False, False, True), (2, True, True), (2, False, False)):
         fields: Any = {"reshard_after_forward": reshard, "cpu_offload": offload, "activation_checkpointing": recompute}
         require_accumulation(hsdp_mesh(), None, Sharding(wrap=["Sequential"], **fields))
     shard, replicate = pairs()
@@ -163,6 +192,49 @@ def test_training_on_an_axis_and_with_replicas() -> None:
     reference = DistributedDataParallel(stack())
     backward((module, reference), rows(6, dist.get_rank()))
     require_same_gradients(module, reference)
+
+
+@on_ranks(full=(4,))
+def test_pairs_of_groups() -> None:
+    """They train as FSDP1 does with the pair, and over all ranks; `sync_module_states` gives rank 0's values."""
+    shard, replicate = pairs()
+    names = ("replicate", "shard")
+    two = DeviceMesh.from_group([replicate, shard], "cpu", torch.arange(4).view(2, 2), mesh_dim_names=names)
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    for mesh in (two, named, init_mesh("cpu", group=(shard, replicate))):
+        require_trains_as(DistributedDataParallel(stack()), shard_module(stack(), mesh, LINEAR))
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        fields = Sharding.from_strategy(strategy, 4, 2, wrap=["Linear"])
+        options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        for mesh in (init_mesh("cpu", fields), init_mesh("cpu", group=(shard, replicate))):
+            with_pair = options | {"process_group": (shard, replicate), "sharding_strategy": strategy}
+            for given in (with_pair, options):
+                reference = FullyShardedDataParallel(stack(), **given)
+                require_trains_as(reference, shard_module(stack(), mesh, fields))
+    module: nn.Module = stack()
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, dist.get_rank())
+    shard_module(module, init_mesh("cpu", group=(shard, replicate)), Sharding(wrap=["Linear"], sync_module_states=True))
+    assert all((value == 0).all() for value in full(module).values())
+
+
+@on_ranks(full=(4,))
+def test_blocks_with_replicas_inside_a_root_on_all_ranks() -> None:
+    """HSDP blocks inside a root that is cut over all ranks train and clip as DDP."""
+    mixed = stack()
+    shard_module(mixed[1], init_mesh("cpu", group=pairs()), LINEAR)
+    shard_module(mixed[2], init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")), ROOT)
+    shard_module(mixed, init_mesh("cpu"), ROOT)
+    assert {parameter.device_mesh.ndim for parameter in mixed.parameters() if isinstance(parameter, DTensor)} == {1, 2}
+    require_trains_as(DistributedDataParallel(stack()), mixed)
+    reference = stack()
+    reference.load_state_dict(full(mixed))
+    mixed.zero_grad()
+    plain = DistributedDataParallel(reference)
+    backward((mixed, plain), rows(6, dist.get_rank()))
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(mixed, 0.1), expected)
+    require_same_gradients(mixed, plain)
 
 
 @on_ranks(full=(8,))
@@ -221,39 +293,196 @@ def test_a_torch_checkpoint_with_replicas_loads_on_other_meshes(root: Path) -> N
         torch.testing.assert_close(after, before, **EXACT)
 
 
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{name}.{key}": value for name, one in state["state"].items() for key, value in one.items()}
+
+
+@torch.no_grad()
+def local_values(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """This rank's parts of tensors, in copies."""
+    local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
+    return {name: value.clone() for name, value in local.items()}
+
+
+@on_ranks(full=(4,))
+def test_sharded_states_with_replicas(root: Path) -> None:
+    """They are on the user's mesh, and come back through `torch.save` and in another model."""
+
+    def states() -> dict[str, torch.Tensor]:
+        return local_values(module.state_dict() | values_of(optim_state_dict(module, optimizer)))
+
+    for mesh, offload in itertools.product((hsdp_mesh(), init_mesh("cpu", group=pairs())), (True, False)):
+        module, again = shard_module(stack(8), mesh, LINEAR), shard_module(stack(8, seed=1), mesh, LINEAR)
+        optimizer, other = adam(module), adam(again)
+        train(module, optimizer, width=8)
+        configs = ShardedStateDictConfig(offload_to_cpu=offload), ShardedOptimStateDictConfig(offload_to_cpu=offload)
+        for each in (module, again):
+            set_state_dict_type(each, SHARDED, *configs)
+        state, held = optim_state_dict(module, optimizer), module.state_dict()
+        for value in (*held.values(), *(one["exp_avg"] for one in state["state"].values())):
+            assert value.placements == (Replicate(), Shard(0))
+            assert value.device_mesh == mesh
+        file = root / f"{mesh.mesh_dim_names}-{offload}-{dist.get_rank()}"
+        torch.save({"model": held, "optimizer": state}, file)
+        saved = states()
+        train(module, optimizer, width=8)
+        loaded = torch.load(file, weights_only=False)
+        module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(optim_state_dict_to_load(module, optimizer, loaded["optimizer"]))
+        torch.testing.assert_close(states(), saved, **EXACT)
+        loaded = torch.load(file, weights_only=False)
+        again.load_state_dict(loaded["model"])
+        other.load_state_dict(optim_state_dict_to_load(again, other, loaded["optimizer"]))
+        torch.testing.assert_close(train(again, other, width=8), train(module, optimizer, width=8))
+        torch.testing.assert_close(full(again), full(module))
+
+
+@on_ranks(full=(4,))
+def test_offloaded_states_of_an_optimizer_on_cpus_are_copies() -> None:
+    """They stay as they were when the optimizer goes on, as FSDP1's."""
+    module = shard_module(stack(), init_mesh("cpu"), LINEAR)
+    optimizer = adam(module)
+    train(module, optimizer)
+    offloaded = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with state_dict_type(module, SHARDED, *offloaded):
+        by_type = optim_state_dict(module, optimizer)
+    for state in (by_type, sharded_optim_state_dict(module, optimizer)):
+        before = local_values(values_of(state))
+        train(module, optimizer)
+        torch.testing.assert_close(local_values(values_of(state)), before, **EXACT)
+
+
+@on_ranks(full=(4,))
+def test_models_of_one_rank_each(root: Path) -> None:
+    """Each rank has a model of its own, on a group of itself: state dicts, steps and files ask nobody else."""
+    rank = dist.get_rank()
+    own = [dist.new_group([each]) for each in range(4)][rank]
+    mesh = init_mesh("cpu", group=own)
+    module = shard_module(stack(seed=rank), mesh, LINEAR)
+    for kind in (SHARDED, FULL, StateDictType.LOCAL_STATE_DICT):
+        with state_dict_type(module, kind):
+            held = {name: value.clone() for name, value in module.state_dict().items()}
+            for parameter in module.parameters():
+                parameter.detach().zero_()
+            module.load_state_dict(held)
+        torch.testing.assert_close(full(module), dict(stack(seed=rank).state_dict()), **EXACT)
+    for number in range(rank):  # the ranks do so at different times, and not equally often
+        optimizer = adam(module)
+        train(module, optimizer, own)
+        folder = root / f"alone-{rank}-{number}"
+        save_checkpoint(module, folder, optimizer=optimizer)
+        again = shard_module(stack(), mesh, ROOT)
+        load_checkpoint(again, folder)
+        load_optimizer_state(again, adam(again), folder)
+        torch.testing.assert_close(full(again), full(module), **EXACT)
+
+
+@on_ranks(full=(4,))
+def test_local_states_of_four_ranks_on_two() -> None:
+    """LOCAL_STATE_DICT of 4 ranks is refused on 2, as in torch; cut anew by hand it loads."""
+    half = dist.new_group([0, 1])
+    module = shard_module(stack(4), init_mesh("cpu"), LINEAR)
+    train(module, adam(module), width=4)
+    with state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+        held = module.state_dict()
+    whole = {name: value.full_tensor() for name, value in held.items()}
+    if dist.get_rank() > 1:
+        return
+    two = shard_module(stack(4, seed=1), init_mesh("cpu", group=half), LINEAR)
+    with state_dict_type(two, StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(ValueError, match="another mesh"):
+            two.load_state_dict(held)
+        own = two.state_dict()
+        for name, value in own.items():
+            value.to_local().copy_(torch.chunk(whole[name], 2)[dist.get_rank()])
+        two.load_state_dict(own)
+    torch.testing.assert_close(full(two), whole, **EXACT)
+
+
+@on_ranks(full=(4,))
+def test_a_full_state_dict_of_the_first_rank_reaches_the_others() -> None:
+    """The first of the mesh; torch's function needs rank 0."""
+    half = dist.new_group([1, 3])
+    module = shard_module(stack(seed=1), hsdp_mesh(), LINEAR)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    expected = dict(stack(seed=4).state_dict())
+    set_model_state_dict(module, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+    torch.testing.assert_close(full(module), expected, **EXACT)
+    modules: list[Any] = [(module, None)]
+    if dist.get_rank(half) >= 0:
+        modules.append((shard_module(stack(seed=1), init_mesh("cpu", group=half), LINEAR), half))
+    for each, group in modules:
+        expected = dict(stack(seed=3).state_dict())
+        load_full_state_dict(each, expected if dist.get_rank(group) == 0 else {})
+        torch.testing.assert_close(full(each), expected, **EXACT)
+
+
+def tied_stack(width: int = 6, seed: int = 42) -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(width, width, bias=False), *stack(width, seed))
+    module[0].weight = module[4].weight
+    return module
+
+
+def full_forms(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Full optimizer state on every rank and on rank 0 alone, by the function of each and by `optim_state_dict`."""
+    forms = [full_optim_state_dict(module, optimizer, rank0_only=False), full_optim_state_dict(module, optimizer)]
+    for config in (FullOptimStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)):
+        with state_dict_type(module, FULL, FullStateDictConfig(), config):
+            forms.append(optim_state_dict(module, optimizer))
+    return forms
+
+
 @on_ranks(full=(4,))
 def test_full_optimizer_state_of_all_ranks_loads_into_half() -> None:
     """By each function, into every second rank and other FSDP groups, from parameters in another order."""
     half = dist.new_group([0, 2])
-    module = shard_module(stack(), init_mesh("cpu"), LINEAR)
-    optimizer = adam(module)
-    train(module, optimizer)
-    everywhere = full_optim_state_dict(module, optimizer, rank0_only=False)
-    on_first, values, expected = full_optim_state_dict(module, optimizer), full(module), moments(module, optimizer)
-    if dist.get_rank() % 2:
-        return
-    first = dist.get_rank(half) == 0
-    again = shard_module(stack(seed=5), init_mesh("cpu", group=half), ROOT)
-    load_full_state_dict(again, values if first else {})
-    parameters = list(again.parameters())
-    for mine in (parameters, parameters if first else parameters[::-1]):
-        other = torch.optim.Adam(mine, lr=1e-2)
+    for build, several in itertools.product((stack, tied_stack), (False, True)):
+
+        def grouped(parameters: list[nn.Parameter], several: bool = several) -> torch.optim.Optimizer:
+            groups: Any = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.9}]
+            return torch.optim.Adam(groups if several else parameters, lr=1e-2)
+
+        module = shard_module(build(), init_mesh("cpu"), LINEAR)
+        optimizer = grouped(list(module.parameters()))
+        train(module, optimizer)
+        forms, values, expected = full_forms(module, optimizer), full(module), moments(module, optimizer)
+        if dist.get_rank() % 2 == 0:
+            again = shard_module(build(seed=5), init_mesh("cpu", group=half), ROOT)
+            load_full_state_dict(again, values if dist.get_rank(half) == 0 else {})
+            load_into(again, half, forms, expected, grouped)
+
+
+def load_into(again: nn.Module, half: Any, forms: list[dict[str, Any]], expected: dict[str, Any], grouped: Any) -> None:
+    everywhere, on_first, by_type, by_rank_0 = forms
+    first, parameters = dist.get_rank(half) == 0, list(again.parameters())
+    has_groups = len(everywhere["param_groups"]) > 1  # groups of other parameters are a mistake
+    for same_order in (True,) if has_groups else (True, False):
+        other = grouped(parameters if same_order or first else parameters[::-1])
         for given in ({"optim": other}, {"optim_input": other.param_groups}):
             options: Any = given
             results = [
                 shard_full_optim_state_dict(everywhere, again, **options),
                 scatter_full_optim_state_dict(on_first if first else None, again, group=half, **options),
             ]
-            for config in (FullOptimStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)):
+            for config, form in (
+                (FullOptimStateDictConfig(), by_type),
+                (FullOptimStateDictConfig(rank0_only=True), by_rank_0),
+            ):
                 with state_dict_type(again, FULL, FullStateDictConfig(), config):
-                    results.append(optim_state_dict_to_load(again, other, everywhere, group=half))
+                    results.append(optim_state_dict_to_load(again, other, form, group=half))
             for result in results:
                 assert all(held["exp_avg"].device_mesh.mesh.tolist() == [0, 2] for held in result["state"].values())
                 other.load_state_dict(result)
                 for name, parameter in again.named_parameters():
                     moment = other.state[parameter]["exp_avg"].full_tensor()
                     torch.testing.assert_close(moment, expected[f"{name}.exp_avg"], **EXACT)
-    train(again, adam(again), half)
+                if same_order:
+                    found = full_optim_state_dict(again, other, rank0_only=False, group=half)
+                    torch.testing.assert_close(values_of(found), expected, **EXACT)
+                    assert found["param_groups"] == everywhere["param_groups"]
+                    by_id = rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, again, optim=other)
+                    assert set(by_id["state"]) == set(other.state_dict()["state"])
+    train(again, grouped(parameters), half)
 
 
 @on_ranks(full=(4,))
@@ -299,9 +528,7 @@ def test_meshes_of_accelerates_parallelism_config() -> None:
             held: Any = list(module.parameters())
             assert {parameter.device_mesh.size() for parameter in held} == {num_ranks}
             torch.testing.assert_close(full(module), dict(stack().state_dict()), **EXACT)
-            reference = DistributedDataParallel(stack(), process_group=group)
-            expected = train(reference, adam(reference), group)
-            torch.testing.assert_close(train(module, adam(module), group), expected)
+            require_trains_as(DistributedDataParallel(stack(), process_group=group), module, group)
 
 
 # --- modules on other ranks than the root -----------------------------------------------------------------------------
@@ -360,6 +587,11 @@ def test_experts_of_each_rank(root: Path) -> None:
         backward_of_experts((module, reference), step)
         require_norms(module, reference)
         require_same_gradients(module, reference)
+        norm = clip_grad_norm_(module, 0.1)
+        for parameter in reference.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.1 / (norm + 1e-6))
+        require_same_gradients(module, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -394,7 +626,7 @@ def test_ignored_experts_of_each_rank() -> None:
     shard_module(module, init_mesh("cpu"), Sharding(wrap="none", **fields))
     torch.testing.assert_close(full(module), dict(reference.state_dict()), **EXACT)
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (module, reference)]
-    for step in range(2):
+    for step in range(4):
         backward_of_experts((module, reference), step)
         require_norms(module, reference)
         for optimizer in optimizers:

@@ -51,7 +51,7 @@ def initialise(module: nn.Module) -> None:
             module.scale.fill_(0.25)
 
 
-@on_ranks(3, full=(1, 2, 4), sim=(2,))
+@on_ranks(1, 3, full=(2, 4), sim=(2,))
 def test_apply() -> None:
     """The values of FSDP1 and of one process, for a rule that needs whole rows and columns; also in low precision."""
     expected = filled()

@@ -114,7 +114,7 @@ def equals_fresh_ones(model: Model, patterns: list[str], dtype: torch.dtype, num
             module(**{key: value for key, value in batch.kwargs.items() if key != "target"})
 
 
-@on_ranks(2, full=(3, 4))
+@on_ranks(2, 3, full=(4,))
 def test_others_in_another_dtype() -> None:
     """Adapters in fp32 on a base in bf16: either may be trained, but one FSDP group has one dtype of gradients."""
     fields: dict[str, Any] = {"wrap": ["Adapted"], "mixed_precision": "bf16"}
@@ -139,7 +139,7 @@ def test_others_in_another_dtype() -> None:
     assert not torch.equal(found["0.base.weight"], before["0.base.weight"])
 
 
-@on_ranks(2, full=(3, 4))
+@on_ranks(2, 3, full=(4,))
 def test_requires_grad_set_while_full_parameters_are_registered() -> None:
     """By names, on the full parameters, or by the shards that a list holds: the later one counts."""
     module, batch = sharded(build(adapted), wrap="none"), mine(rows(NUM_ROWS, 6))
@@ -154,7 +154,7 @@ def test_requires_grad_set_while_full_parameters_are_registered() -> None:
         assert all(parameter.requires_grad == is_trained for parameter in shards), (of_shards, is_trained)
 
 
-@on_ranks(2, full=(3, 4))
+@on_ranks(2, 3, full=(4,))
 def test_freezing_and_thawing(replicate_size: int) -> None:
     low = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     fields: dict[str, Any] = {"replicate_size": replicate_size}

@@ -102,6 +102,12 @@ def batch_of(group: Any = None) -> RankBatch:
     return deal((Split(rows()),), {}, dist.get_world_size(group))[dist.get_rank(group)]
 
 
+def save_alone(model: Any, path: Path) -> None:
+    """transformers saves on rank 0 of all ranks only, which may not be one of the test's."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        model.save_pretrained(path)
+
+
 def require_same(module: nn.Module, twin: nn.Module) -> None:
     reshard(module)
     expected = dict(twin.named_parameters())
@@ -111,7 +117,7 @@ def require_same(module: nn.Module, twin: nn.Module) -> None:
 
 
 @pytest.mark.all_ranks
-@on_ranks(3)
+@on_ranks(1, 3, full=(2,))
 def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
     """They train as in one process, are in every form of state once, and load on another number of ranks."""
     module, twin = sharded(), Model()
@@ -142,8 +148,9 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
                 assert state["state"][name]["exp_avg"].shape == value.shape
                 assert torch.equal(merged.get_tensor(name), value), name
     save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
-    pair = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
+    num_others = 2 if dist.get_world_size() > 2 else 1
+    pair = dist.new_group(list(range(num_others)))
+    if dist.get_rank() < num_others:
         again = sharded(pair)
         other = adamw(again)
         load_checkpoint(again, open_checkpoint(root / "kept-saved"))
@@ -151,7 +158,7 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
         train_step(again, other, batch_of(pair), loss=square)
     train_step(module, optimizer, batch_of(), loss=square)
     held = {name: full(parameter) for name, parameter in module.named_parameters()}
-    if dist.get_rank() < 2:
+    if dist.get_rank() < num_others:
         loaded = {name: full(parameter) for name, parameter in again.named_parameters()}
         torch.testing.assert_close(loaded, held, rtol=1e-5, atol=1e-6)
     with summon_full_params(module, rank0_only=True, writeback=True):
@@ -221,7 +228,7 @@ def test_models_that_keep_parameters_in_float32_train_in_bf16(root: Path) -> Non
                 # A CPU takes a minute for those of 512 channels.
                 model.config.conv_dim = [8] * len(model.config.conv_dim)
                 model = type(model)(model.config)
-            model.save_pretrained(root / name)
+            save_alone(model, root / name)
         dist.barrier()
         bf16_equals_one_process(name, root / name)
 
@@ -268,7 +275,7 @@ def test_mixed_precision_keeps_what_transformers_keeps_in_float32(root: Path) ->
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 nn.init.normal_(parameter, std=0.3)
-        model.save_pretrained(root / "ernie")
+        save_alone(model, root / "ernie")
     dist.barrier()
     for max_whole_bytes in (1 << 20, 0):
         with mock.patch.object(wrap, "MAX_WHOLE_BYTES", max_whole_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ NUM_ROWS = 72
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_clipping_as_fsdp1(replicate_size: int) -> None:
     batch = mine(rows(NUM_ROWS))
-    for norm_type, share in ((1, 0.3), (2.0, 0.3), (2.0, 0.0), (2.0, 10.0), (math.inf, 0.3)):
+    for norm_type, share in itertools.product((1, 2.0, math.inf), (0.3, 0.0, 10.0)):
         module, oracle = sharded(build(), replicate_size=replicate_size), fsdp1(build())
         for each in (module, oracle):
             each(batch).square().sum().backward()
@@ -63,6 +64,39 @@ def test_norms_equal_one_process(replicate_size: int) -> None:
         assert torch.allclose(measured.cpu(), expected, rtol=1e-5), norm_type
         assert torch.equal(clip_grad_norm_(module, 0.1, norm_type), measured)
         assert_same(gradients(module), gradients(twin), rtol=1e-4)
+
+
+class Uneven(nn.Module):
+    """Odd row counts, fewer rows than ranks (empty shards), and 0-dim parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(3, 7)
+        self.few = nn.Parameter(torch.ones(1, 5))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.wide = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.odd(x).sum() + (self.few * x[0, 0]).sum()) * self.scale
+        return out + self.wide.to(out) * x.square().sum()
+
+
+@on_ranks(4)
+def test_norms_of_uneven_shards_and_of_replicas() -> None:
+    """Of the gradients that the module holds; a bound scales them all, in their own dtypes."""
+    for replicate_size, norm_type in itertools.product((1, 2), (0.5, 1.0, 2.0, 3.0, math.inf)):
+        module = sharded(Uneven(), wrap="none", replicate_size=replicate_size)
+        batch = torch.rand(dist.get_world_size(), 3, generator=torch.Generator().manual_seed(1))
+        module(mine(batch)).backward()
+        before = gradients(module)
+        flat = torch.cat([grad.double().flatten() for grad in before.values()])
+        expected = torch.linalg.vector_norm(flat, norm_type)
+        measured = clip_grad_norm_(module, None, norm_type)
+        assert measured.dtype == torch.float32
+        assert torch.allclose(measured.double(), expected, rtol=1e-6), (norm_type, measured, expected)
+        assert torch.equal(clip_grad_norm_(module, math.inf, norm_type), measured)
+        assert torch.equal(clip_grad_norm_(module, 0.25 * expected.item(), norm_type), measured)
+        assert_same(gradients(module), {name: (old * 0.25).to(old) for name, old in before.items()}, rtol=1e-4)
 
 
 @on_ranks(3, full=(1, 2, 4), sim=(2,))

@@ -78,7 +78,7 @@ def watch(module: nn.Module) -> dict[str, list[torch.dtype]]:
     return seen
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_batch_norm_as_fsdp1(replicate_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     theirs = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -103,7 +103,7 @@ def test_batch_norm_as_fsdp1(replicate_size: int) -> None:
             assert torch.allclose(buffer.float(), clean[name].float(), rtol=1e-3, atol=1e-4), name
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_checkpointing_counts_statistics_once() -> None:
     """The second forward of an activation checkpoint leaves the running statistics alone; nested groups or not."""
     batch = mine(rows(24, 8))
@@ -118,7 +118,7 @@ def test_checkpointing_counts_statistics_once() -> None:
         assert_same(gradients(module), gradients(twin), rtol=0, atol=0)
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_low_precision_gradients_are_kept(replicate_size: int) -> None:
     """As FSDP1's `keep_low_precision_grads`, from backward to backward; a load on the way changes nothing."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

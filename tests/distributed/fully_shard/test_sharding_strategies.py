@@ -112,7 +112,7 @@ def test_memory_of_each_strategy() -> None:
             assert found == pytest.approx(figures, abs=0.02), (name, who)
 
 
-@on_ranks(4, full=(1,), sim=(4,))
+@on_ranks(1, 4, sim=(4,))
 def test_replicas_load_train_and_save(root: Path) -> None:
     """A replica on each rank, and a replica for each half: every way in and out works on a shard axis of 1 and 2."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -63,7 +64,7 @@ def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
 # --- ignored_modules ------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_ignored_stay_whole(replicate_size: int) -> None:
     twin = build()
     batch = rows(24)
@@ -101,6 +102,47 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.block(x)
         return torch.stack([expert(hidden).sum() for expert in self.experts.values()])
+
+
+@on_ranks(2, full=(4,))
+def test_fsdp1_ignores_the_same() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    copy = build()
+    copy.scale = nn.Parameter(torch.tensor([1.5]))  # FSDP1 takes no 0-dim parameters
+    options: Any = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
+    ignored = [copy.blocks[1], copy.head]
+    oracle = FullyShardedDataParallel(copy, ignored_modules=ignored, use_orig_params=True, **options)
+    whole = build()
+    fields = Sharding(wrap=["Block"], ignored_modules=[whole.blocks[1], whole.head])
+    ours: Any = shard_module(whole, init_mesh(device_type()), fields)
+    batch = mine(rows(24))
+    for each in (oracle, ours):
+        each(batch).square().mean().backward()
+    theirs = everywhere(copy.head.weight.grad)
+    assert copy.head.weight.shape == ours.head.weight.shape, "whole there, too"
+    assert not torch.equal(theirs[0], theirs[-1]), "FSDP1 leaves each rank its own gradient"
+    assert torch.allclose(ours.head.weight.grad, torch.stack(theirs).mean(0), rtol=1e-4, atol=1e-7)
+    alone = sharded(build(), ignored_modules=IGNORED, average_ignored_gradients=False)
+    alone(batch).square().mean().backward()
+    assert torch.allclose(alone.head.weight.grad, copy.head.weight.grad, rtol=1e-4, atol=1e-7)
+
+
+@on_ranks(2, full=(4,))
+def test_stages_on_meshes_of_their_own() -> None:
+    """The second stage waits for the first one's outputs, and can be asked for nothing before them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stages = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("stage", "shard"))
+    stage = build(lambda: nn.Linear(4, 4 + rank))
+    shard_module(stage, stages["shard"], Sharding(wrap="none"))
+    values = torch.ones(3, 4)
+    if rank:
+        dist.recv(values, rank - 1)
+    stage(values).sum().backward()
+    if rank + 1 < world_size:
+        dist.send(values, rank + 1)
+    assert stage.weight.grad is not None
 
 
 @on_ranks(2, full=(4,))
@@ -171,7 +213,7 @@ def test_ranks_that_ignore_others_all_raise() -> None:
     module(batch).sum().backward()
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_ignored_modules_load(root: Path) -> None:
     sharding = Sharding(wrap=["Block"], ignored_modules=IGNORED, mixed_precision=None)
     path = root / "net.safetensors"
@@ -240,7 +282,7 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
         return make()
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_one_group_at_a_time(replicate_size: int) -> None:
     for make in (Net, Odd):
         expected: Any = make()
@@ -324,7 +366,7 @@ def fills_once(inner: Any) -> None:
         inner.is_initialized = True
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_init_fn_is_called_as_by_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -379,7 +421,7 @@ def works_on_containers(inner: Any) -> None:
         materializes(inner[0])
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_init_fn_may_reach_into_children() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -394,7 +436,7 @@ def test_init_fn_may_reach_into_children() -> None:
         sharded(on_meta(Scaled), wrap=["Linear"], param_init_fn=reaches_down)
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_init_fn_may_only_fill_values() -> None:
     for rule in (fills, fills_by_data, fills_by_numpy, fills_once):
         torch.manual_seed(3)
@@ -418,7 +460,7 @@ def fails_on_meta(inner: nn.Module) -> None:
         raise RuntimeError("out of memory")
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_init_fn_leaves_nothing_unset() -> None:
     cases: tuple[tuple[Callable[[nn.Module], None], list[str]], ...] = (
         (lambda inner: None, ["0.weight", "0.bias"]),
@@ -433,7 +475,7 @@ def test_init_fn_leaves_nothing_unset() -> None:
         assert isinstance(caught.value.__cause__, RuntimeError) == (rule is fails_on_meta)
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_init_fn_on_all_ranks_but_the_first() -> None:
     """How FSDP1 is told that rank 0 alone has values."""
     expected = build(small)
@@ -444,7 +486,7 @@ def test_init_fn_on_all_ranks_but_the_first() -> None:
     assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_rules_written_for_fsdp1() -> None:
     """A function that gives memory itself, as FSDP1's must; ranks draw other numbers, and rank 0's win."""
 
@@ -479,7 +521,7 @@ def test_a_rule_that_fails_on_one_rank() -> None:
 # --- sync_module_states ---------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, full=(1, 4))
+@on_ranks(1, 2, full=(4,))
 def test_rank_0_decides(replicate_size: int) -> None:
     """The oracle is rank 0's own module: FSDP1 refuses `sync_module_states` on CPUs."""
     rank = dist.get_rank()

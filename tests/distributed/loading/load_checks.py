@@ -123,11 +123,11 @@ DTYPE_LOADS = (Loading("scatter", 64 << 10), Loading("local", 64 << 10))
 
 def check_dtypes(root: Path) -> None:
     """Files of four dtypes into models of three, in the narrower dtype on the wire."""
-    pairs = product(FILE_DTYPES, (torch.float32, torch.bfloat16, torch.float16))
-    for number, (file_dtype, target) in enumerate(pairs):
+    targets = (torch.float32, torch.bfloat16, torch.float16)
+    for file_dtype, target, loading in product(FILE_DTYPES, targets, DTYPE_LOADS):
         path = root / f"{file_dtype}.safetensors"
         module = sharded(path, dtype=target)
-        report = load_checkpoint(module, path, loading=DTYPE_LOADS[number % 2])
+        report = load_checkpoint(module, path, loading=loading)
         narrower = min(file_dtype.itemsize, target.itemsize)
         floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
         if dist.get_rank() == 0:
@@ -135,7 +135,7 @@ def check_dtypes(root: Path) -> None:
             share = (dist.get_world_size() - 1) / dist.get_world_size()
             assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
         saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
-        save_checkpoint(module, saved)
+        save_checkpoint(module, saved, overwrite=True)
         state = full_state(module)
         for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
             assert torch.equal(state[name], tensor), name

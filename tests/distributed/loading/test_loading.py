@@ -27,7 +27,10 @@ from tests.spawn import run_ranks
 CHECKS = {
     1: (
         "loading.load_checks.check_odd_shapes",
+        "loading.load_checks.check_dtypes",
+        "loading.verify_checks.check_mapping",
         "loading.verify_checks.check_digests",
+        "loading.load_checks.check_training",
         "transfer.stall_checks.check_threads_end_after_a_stall",
     ),
     3: (
@@ -58,6 +61,7 @@ CHECKS = {
         "loading.verify_checks.check_mapping",
         "loading.verify_checks.check_digests",
         "loading.load_checks.check_dtypes",
+        "loading.load_checks.check_training",
     ),
 }
 ON_SIM = {

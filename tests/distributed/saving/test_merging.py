@@ -350,6 +350,18 @@ def test_a_disk_that_is_full_while_torch_saves(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
+def test_a_directory_with_no_metadata_names_those_that_have_it(tmp_path: Path) -> None:
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        save_with_torch(tmp_path / "step" / name, STATE)
+    with pytest.raises(ValueError, match=f"or {tmp_path}/step/pytorch_model_fsdp_0"):
+        merge_fsdp_weights(tmp_path / "step", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    # accelerate means to name them, but looks only where there is no directory at all.
+    with pytest.raises(BaseException, match="metadata") as caught:
+        by_accelerate(tmp_path / "step", tmp_path / "theirs")
+    assert "pytorch_model_fsdp_0" not in str(caught.value)
+
+
 MEASURE = """
 import json, sys
 from tests.bench.memory import MemorySampler

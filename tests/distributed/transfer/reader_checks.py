@@ -40,6 +40,7 @@ REPLICATED_LOADS = (
     Loading("local", 64 << 10, shared_memory=False),
     Loading("local", 64 << 10),
     Loading("auto", num_readers=2),
+    Loading(),
 )
 
 
