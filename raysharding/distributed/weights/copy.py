@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,29 +21,63 @@ from torch import nn
 from raysharding.distributed.comm import (
     PeerLostError,
     SpanningGroup,
+    StoreAddress,
     agree,
     any_rank,
     device_uuid,
     is_accelerator,
     passes_shared_device,
 )
-from raysharding.distributed.fully_shard import (
-    mark_recovery,
-    message_device,
-    reshard,
-)
+from raysharding.distributed.fully_shard import mark_recovery, message_device, reshard
 from raysharding.distributed.loading import Progress
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import MemoryPeak, host_identity
-from raysharding.distributed.weights.connect_links import connect_links
 from raysharding.distributed.weights.copy_plan import Bucket, CopyPlan, Pair, bucket_bytes, plan_copy
-from raysharding.distributed.weights.copy_spec import CopySpec
-from raysharding.distributed.weights.links import NUM_SLOTS, Link
-from raysharding.distributed.weights.merged_shards import base_tensors
+from raysharding.distributed.weights.links import NUM_SLOTS, Link, connect_links
 from raysharding.distributed.weights.model_layout import ModelLayout, differences
-from raysharding.distributed.weights.plan_shards import PlanShards
+from raysharding.distributed.weights.plan_shards import PlanShards, base_tensors
 from raysharding.errors import PlanError, RayshardingError, said
 from raysharding.models import adapter_scale
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpec:
+    """One copy of weights from one group to another, as sent to a rank."""
+
+    token: str
+    """Identifies a pair of groups, whose connections and plan the ranks keep."""
+    number: int
+    """Number of this copy between the pair."""
+    driver: str
+    """Identifies the process that asks for the copy."""
+    pair: str
+    """Identifies source, target, and if adapters are merged: all that the tokens of several drivers have in common."""
+    is_source: bool
+    """True on the ranks of the group that the weights come from."""
+    address: StoreAddress
+    """Store of the source, where the ranks of both groups meet the first time."""
+    num_sources: int
+    """Ranks of the source."""
+    num_targets: int
+    """Ranks of the target."""
+    rendezvous_s: float
+    """Longest time of the first meeting, in seconds."""
+    limit_s: float
+    """Longest time of the whole copy, in seconds: shorter than the driver's deadline, so that a rank whose peers hang
+    gives up before the driver gives up the rank."""
+    bucket_bytes: int
+    """Bytes that a rank sends, or receives, in one round."""
+    merge: bool = False
+    """True to merge LoRA adapters of the source into the weights."""
+    staged: bool = False
+    """True if the target receives beside its own weights."""
+    kept: tuple[str, ...] = ()
+    """Tokens of all pairs that the driver knows; the ranks forget its others, whose other group is gone."""
+
+    @property
+    def key(self) -> str:
+        """Identity of this copy."""
+        return f"{self.token}/{self.number}"
 
 
 class WeightCopy:
@@ -115,9 +150,18 @@ class WeightCopy:
         error = error or self._attempt(lambda: self._stream(module, progress, peak))
         lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(error)
         self._shards = None  # staged weights, adapters
-        seconds = time.monotonic() - begun
-        figures = {"is_planned": self._is_planned, "plan_s": plan_s, "seconds": seconds, "host_bytes": peak.host_bytes}
-        return {**figures, **self._counted(), "lost": lost}
+        return {
+            "is_planned": self._is_planned,
+            "plan_s": plan_s,
+            "seconds": time.monotonic() - begun,
+            "host_bytes": peak.host_bytes,
+            "shared_bytes": sum(link.num_bytes for link in self._links.values() if link.is_shared),
+            "wire_bytes": sum(link.num_bytes for link in self._links.values() if not link.is_shared),
+            "is_through_device": self._is_through_device,
+            "num_tensors": len(self._plan.names) if self._plan else 0,
+            "num_bytes": self._plan.num_bytes if self._plan else 0,
+            "lost": lost,
+        }
 
     def _attempt(self, part: Callable[[], None]) -> Exception | None:
         """Run a part of the copy; after an error stop the ranks that wait for this one, and return the error.
@@ -175,12 +219,9 @@ class WeightCopy:
         self._layout = source if self._is_source else target
         devices = [one["device"] for one in every]
         device = None
+        is_one_kind = all(devices) and len({kind for kind, *_ in devices}) == 1
         is_apart = len(set(map(tuple, filter(None, devices)))) == len(devices)
-        if (
-            all(devices)
-            and len({kind for kind, *_ in devices}) == 1
-            and (is_apart or all(one["shares"] for one in every))
-        ):
+        if is_one_kind and (is_apart or all(one["shares"] for one in every)):
             # Other backends of accelerators, and an NCCL before 2.30, refuse two ranks on one device: groups that share
             # devices pass host memory then.
             device = message_device(module)
@@ -319,20 +360,6 @@ class WeightCopy:
         except PeerLostError as error:
             return str(error)
         return None
-
-    def _counted(self) -> dict[str, Any]:
-        """Return what this rank has received, and the size of the plan."""
-        received = {True: 0, False: 0}
-        for link in self._links.values():
-            received[link.is_shared] += link.num_bytes
-        plan = self._plan
-        return {
-            "shared_bytes": received[True],
-            "wire_bytes": received[False],
-            "is_through_device": self._is_through_device,
-            "num_tensors": 0 if plan is None else len(plan.names),
-            "num_bytes": 0 if plan is None else plan.num_bytes,
-        }
 
 
 def _said(error: Exception) -> str:

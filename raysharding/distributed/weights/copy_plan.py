@@ -10,7 +10,7 @@ Note: every rank computes the same.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from raysharding.distributed.transfer import Segment, wire_dtype
-from raysharding.distributed.weights.model_layout import Holders, ModelLayout
+from raysharding.distributed.weights.model_layout import ModelLayout
 
 Pair = tuple[int, int]
 """(rank of the source, rank of the target)."""
@@ -78,10 +78,7 @@ def plan_copy(
     names = tuple(target.tensors)
     wire = tuple(wire_dtype(source.tensors[name].dtype, target.tensors[name].dtype) for name in names)
     ranges = _ranges(source, target, hosts, [dtype.itemsize for dtype in wire])
-    num_peers: tuple[dict[int, int], dict[int, int]] = (defaultdict(int), defaultdict(int))
-    for pair in ranges:
-        for side in (0, 1):
-            num_peers[side][pair[side]] += 1
+    num_peers = [Counter(pair[side] for pair in ranges) for side in (0, 1)]
     buckets = {
         pair: _cut(found, wire, round_bytes // max(num_peers[0][pair[0]], num_peers[1][pair[1]]))
         for pair, found in ranges.items()
@@ -106,18 +103,12 @@ def _ranges(
                 start, stop = max(first, cuts[shard][0]), min(last, cuts[shard][1])
                 for rank in ranks if start < stop else ():
                     # Buffers may differ between ranks: rank 0's are saved, and copied.
-                    sender = _sender(holders, shard, hosts, rank, sent) if source.tensors[name].num_shards else 0
+                    senders = holders[shard] if source.tensors[name].num_shards else (0,)
+                    *_, sender = min((hosts[0][one] != hosts[1][rank], sent[one], one) for one in senders)
                     sent[sender] += (stop - start) * itemsizes[index]
                     found[sender, rank].append(_Range(index, start, stop))
                 shard += 1
     return dict(sorted(found.items()))
-
-
-def _sender(
-    holders: Holders, shard: int, hosts: tuple[Sequence[object], Sequence[object]], rank: int, sent: Sequence[int]
-) -> int:
-    there = hosts[1][rank]
-    return min(holders[shard], key=lambda holder: (hosts[0][holder] != there, sent[holder], holder))
 
 
 def _cut(ranges: Sequence[_Range], wire: Sequence[torch.dtype], limit: int) -> tuple[Bucket, ...]:

@@ -23,7 +23,7 @@ from raysharding.distributed.comm import all_gather_ints, all_gather_json, get_r
 from raysharding.distributed.fully_shard import local_tensor, message_device, reshard, unwrapped
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, wire_dtype
-from raysharding.distributed.weights.merged_shards import MergedShards, base_tensors
+from raysharding.distributed.weights.plan_shards import MergedShards, base_tensors
 from raysharding.models import RunIndex, SavedTensor, saved_layout
 
 _iterating: list[WeightStream] = []
