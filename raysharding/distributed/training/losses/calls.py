@@ -13,7 +13,7 @@ from torch import nn
 from raysharding.models import is_transformers_model
 
 LossFunction = Callable[..., Any]
-"""`loss(output, ...)`: see `call_on_output` for the arguments, `whole_batch.loss_of_batch` for what it returns."""
+"""`loss(output, ...)`: see `call_on_output` for its arguments, `whole_batch.loss_of_batch` for what it returns."""
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor | float | None]
 """A sum over this rank's rows, and what the sum over all ranks is divided by; `None` for a sum."""
 
@@ -22,36 +22,29 @@ _PAIRS = "return a scalar, (sum, count), a list of such pairs, or (sum, None) fo
 _CACHES = frozenset({"use_cache", "past_key_values"})
 """Arguments by which a caller says what becomes of the KV cache."""
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
-_ANY_POSITION = inspect.Parameter.VAR_POSITIONAL
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_UNKNOWN = inspect.signature(lambda *_args, **_kwargs: None)
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a function, or of a module's forward; `None` for a builtin without a signature."""
-    target = function.forward if isinstance(function, nn.Module) else function
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or of a module's forward; that of any arguments for a builtin without one."""
     try:
-        return list(inspect.signature(target).parameters.values())
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:
-        return None
+        return _UNKNOWN
 
 
 def positions_of(function: Callable[..., Any]) -> list[str]:
     """Return the names of the positional parameters; none for a builtin without a signature."""
-    return [parameter.name for parameter in _parameters(function) or () if parameter.kind in _BY_POSITION]
-
-
-def position_of(function: Callable[..., Any], name: str) -> int | None:
-    """Return the index of a positional parameter, or `None`."""
-    names = positions_of(function)
-    return names.index(name) if name in names else None
+    return [one.name for one in _signature(function).parameters.values() if one.kind in _BY_POSITION]
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return True if a function has a parameter of that name, or is a model of transformers with `**kwargs`."""
-    parameters = _parameters(function) or []
     passes_on = isinstance(function, nn.Module) and is_transformers_model(function)
-    return any(one.name == name or (passes_on and one.kind is _ANY_NAME) for one in parameters)
+    parameters = _signature(function).parameters
+    return name in parameters or (passes_on and _ANY_NAME in [one.kind for one in parameters.values()])
 
 
 def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:
@@ -70,21 +63,21 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
     names: set[str] = set()
     all_functions: list[Callable[..., Any]] = [module, *functions]
     for function in all_functions:
-        parameters = _parameters(function)
+        parameters = list(_signature(function).parameters.values())
         is_named = isinstance(function, nn.Module) and is_transformers_model(function)
-        if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
+        if not is_named and any(one.kind is _ANY_NAME for one in parameters):
             return None
         own = parameters if function is module else parameters[1:]  # the first is the output
-        names |= {one.name for one in own if one.kind not in (_ANY_NAME, _ANY_POSITION)}
+        names |= {one.name for one in own if one.kind not in (_ANY_NAME, inspect.Parameter.VAR_POSITIONAL)}
     return frozenset(names)
 
 
-def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a function with these parameters accepts."""
-    if parameters is None or any(parameter.kind is _ANY_NAME for parameter in parameters):
-        return dict(kwargs)
-    names = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
-    return {key: value for key, value in kwargs.items() if key in names}
+def _taken(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a function accepts."""
+    parameters = signature.parameters.values()
+    takes_any = any(one.kind is _ANY_NAME for one in parameters)
+    names = {one.name for one in parameters if one.kind in _BY_NAME}
+    return {key: value for key, value in kwargs.items() if takes_any or key in names}
 
 
 def call_model(
@@ -95,15 +88,13 @@ def call_model(
     transformers makes a cache of every batch by default, which nobody reads: it copies each layer's keys and values,
     and under `torch.compile` each layer's cache is a graph of its own.
     """
-    parameters = _parameters(module)
+    signature = _signature(module)
     if loss is not None:
-        taken = _taken(parameters, kwargs)
-        loss_only = {key: value for key, value in kwargs.items() if key not in taken}
         # Arguments that neither accepts go to the model, which raises.
-        unknown = {key: loss_only[key] for key in loss_only.keys() - _taken(_parameters(loss), loss_only).keys()}
-        kwargs = {**taken, **unknown}
+        loss_only = _taken(_signature(loss), kwargs).keys() - _taken(signature, kwargs).keys()
+        kwargs = {key: value for key, value in kwargs.items() if key not in loss_only}
     model: Any = module
-    own = parameters or []
+    own = list(signature.parameters.values())
     passes_on = is_transformers_model(module) and model.can_generate() and _ANY_NAME in [one.kind for one in own]
     takes_cache = passes_on or "use_cache" in [one.name for one in own[len(args) :]]
     # T5Gemma's decoder masks padding only where it has no cache, and has none in training.
@@ -119,10 +110,13 @@ def call_on_output(function: Callable[..., Any], output: Any, args: tuple[Any, .
     Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
     passed by name, all of them if the function takes `**kwargs`.
     """
-    parameters = _parameters(function)
-    taken = _taken(parameters, kwargs)
-    positional = args if _has_room(parameters, args, taken) else ()
-    return function(output, *positional, **taken)
+    signature = _signature(function)
+    taken = _taken(signature, kwargs)
+    try:
+        signature.bind_partial(output, *args, **taken)
+    except TypeError:
+        args = ()
+    return function(output, *args, **taken)
 
 
 def call_loss(
@@ -160,14 +154,6 @@ def _pair(pair: Any) -> Pair:
 
 def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
-
-
-def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...], taken: Mapping[str, Any]) -> bool:
-    """Return True if all of `args` fit after the output, without a parameter that a keyword argument sets."""
-    if parameters is None or any(parameter.kind is _ANY_POSITION for parameter in parameters):
-        return True
-    places = [parameter for parameter in parameters if parameter.kind in _BY_POSITION][1 : len(args) + 1]
-    return len(places) == len(args) and not any(place.name in taken for place in places)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -7,8 +7,9 @@ Terms and D are read anew in every call. Kept is only which models' own losses c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -27,9 +28,15 @@ from raysharding.distributed.comm import (
     to_host,
 )
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
-from raysharding.distributed.training.losses.calls import LossFunction, call_model, is_compiled, loss_of
+from raysharding.distributed.training.losses.calls import (
+    LossFunction,
+    call_model,
+    is_compiled,
+    loss_of,
+    positions_of,
+    takes,
+)
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
-from raysharding.distributed.training.losses.label_counts import LabelCounts, count_labels, has_count, takes_count
 from raysharding.distributed.training.losses.recording import Recorded, run_recorded
 from raysharding.distributed.training.losses.rows import RowCheck, refuse
 from raysharding.errors import UnreadableLossError
@@ -40,6 +47,11 @@ _OWN_TERMS = ("aux_loss", "z_loss")
 """Ends of the names under which mixtures of experts return what they add to their loss."""
 _ROUTER_FACTORS = tuple(f"{name}_coef" for name in _OWN_TERMS)
 """Ends of the options by which they multiply it."""
+_COUNT = "num_items_in_batch"
+"""Argument of transformers' models: what they divide the sum over the labels by."""
+_IGNORED_LABEL, _IGNORED_PIXEL = -100, 255
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
+"""Values of transformers' `loss_type` by which labels are shifted by one position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +103,18 @@ class BatchLoss:
         for term, scale in zip(self.terms, scales, strict=True):
             if term.node is not None:  # else what the model adds has no graph
                 gradient = term.factor * scale if term.is_total else None
-                term.node.register_prehook(_Scaled(scale, gradient))
+                term.node.register_prehook(partial(_scaled, scale, gradient))
         torch.autograd.backward(self.roots)
 
 
-@dataclass(frozen=True, eq=False)
-class _Scaled:
+def _scaled(
+    scale: torch.Tensor, gradient: torch.Tensor | None, gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
     """Hook of a node: its result's gradient, scaled, or another in its place, where that was divided by 0."""
-
-    scale: torch.Tensor
-    gradient: torch.Tensor | None
-
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        (one,) = gradients
-        assert one is not None
-        if self.gradient is None:
-            return (one * self.scale.to(one.dtype),)
-        return (self.gradient.to(one.device, one.dtype).expand_as(one),)
+    (one,) = gradients
+    assert one is not None
+    scaled = one * scale.to(one.dtype) if gradient is None else gradient.to(one.device, one.dtype).expand_as(one)
+    return (scaled,)
 
 
 def loss_of_batch(
@@ -143,7 +150,7 @@ def loss_of_batch(
     # A sharded root moves the arguments of its forward, but not labels that only the loss function takes.
     device = compute_device(module)
     batch = batch.replaced(lambda value: move_inputs(value, device))
-    if loss is None and (module in _counting or (is_compiled(module) and takes_count(module))):
+    if loss is None and (module in _counting or (is_compiled(module) and takes(module, _COUNT))):
         return _by_label_counts(module, batch, with_backward)
     # The forward is held in one frame alone, which may have to drop it.
     return _of_recorded(module, batch, _recorded(module, batch, loss, with_backward=with_backward), loss, with_backward)
@@ -190,21 +197,19 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
     """Return the terms of this rank's loss, and why it cannot be read; an empty text if it can."""
     result = recorded.result
     assert result is not None
-    if isinstance(result, list):
-        names = [f"{'sum' if count is None else 'pair'} {index}" for index, (_, count) in enumerate(result)]
-        terms = [
-            Term(name, None, total.detach(), True, count, 1.0, total)
-            for name, (total, count) in zip(names, result, strict=True)
-        ]
     try:
         outputs = recorded.outputs()
         tensors = [leaf for _, leaf in outputs]
         rows = RowCheck(recorded.recorder, tensors, batch.num_held, batch.rows_per_item, batch.split_dims())
         if isinstance(result, list):
-            for total, _ in result:
-                if total.requires_grad and not recorded.has_collectives:
-                    rows.check_pair(total)
-            has_graph = any(total.requires_grad for total, _ in result)
+            terms = [
+                Term(f"{'sum' if count is None else 'pair'} {index}", None, total.detach(), True, count, 1.0, total)
+                for index, (total, count) in enumerate(result)
+            ]
+            with_graph = [total for total, _ in result if total.requires_grad]
+            for total in with_graph if not recorded.has_collectives else ():
+                rows.check_pair(total)
+            has_graph = bool(with_graph)
             return Reading(terms, has_graph=has_graph, gave_gradient=recorded.recorder.gave_gradient), ""
         if not result.requires_grad:
             raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
@@ -258,9 +263,9 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
     """
     text = refusal or reading.signature()
     # Before numbers are summed: ranks with other terms would add up what does not belong together, or hang.
-    may_count = loss is None and takes_count(module)
+    may_count = loss is None and takes(module, _COUNT)
     has_graph = reading.has_graph or bool(refusal)
-    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), may_count, reading.is_ambiguous, has_graph]
+    facts = [crc32(text.encode()), bool(refusal), _has_count(module, batch), may_count, reading.is_ambiguous, has_graph]
     rows = all_gather_ints([int(fact) for fact in facts])
     _refuse_count(any(row[2] for row in rows))
     if any(row[1] for row in rows):
@@ -305,10 +310,9 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     table[get_rank()] = torch.cat([sums, mine, fixed])
     # Every rank calls this, ranks without rows too: the others would wait in the all-reduce. Each fills its own row.
     dist.all_reduce(table, group=current_group())
-    if isinstance(recorded.result, torch.Tensor) and terms[0].root is None:
-        roots: tuple[torch.Tensor, ...] = (recorded.result,)
-    else:
-        roots = tuple(term.root for term in terms if term.root is not None)
+    roots = tuple(term.root for term in terms if term.root is not None)
+    if not roots and isinstance(recorded.result, torch.Tensor):
+        roots = (recorded.result,)
     has_roots = any(root.requires_grad for root in roots)
     outputs = () if has_roots else tuple(leaf for _, leaf in recorded.outputs())
     # A dummy row has factors of its own, and does not count.
@@ -349,6 +353,36 @@ _TOLERANCE = 1e-3
 """Relative, of the labels that a loss is a mean over, computed from two of its values."""
 
 
+def _has_count(module: nn.Module, batch: RankBatch) -> bool:
+    """Return True if the caller passed `num_items_in_batch`."""
+    return _argument(module, _COUNT, batch.wrapped_args, batch.wrapped_kwargs) is not None
+
+
+def _argument(module: nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call of the module, given by position or by name; `None` if it is not given."""
+    given = positions_of(module)[: len(args)]
+    return args[given.index(name)] if name in given else kwargs.get(name)
+
+
+def _count_labels(module: nn.Module, batch: RankBatch) -> tuple[int, int] | None:
+    """Return how many labels of this rank's rows count, 0 for a dummy; `None` without integer labels. Not collective.
+
+    First by the rule of the model's loss, then by the other one: shifted, if the first is not, and vice versa. Equal
+    counts show nothing of the rule.
+    """
+    labels = _argument(module, "labels", batch.args, batch.kwargs)
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.ndim:
+        return None
+    if batch.is_dummy:
+        return 0, 0
+    kind = str(getattr(module, "loss_type", "") or "")
+    counted = labels != (_IGNORED_PIXEL if kind == "ForSemanticSegmentation" else _IGNORED_LABEL)
+    position_dim = 0 if batch.dim == 1 and labels.ndim == 2 else -1
+    shifted = counted.movedim(position_dim, 0)[1:] if labels.ndim > 1 else counted
+    plain, after = torch.stack([counted.sum(), shifted.sum()]).tolist()  # one transfer from the device
+    return (after, plain) if kind in _SHIFTED else (plain, after)
+
+
 def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool, refusal: str = "") -> BatchLoss:
     """Return the loss of a model that divides by `num_items_in_batch`: a sum over labels; collective.
 
@@ -358,9 +392,9 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool, r
         with_backward: As for `loss_of_batch`.
         refusal: Why the loss cannot be read, if that was tried.
     """
-    counts = count_labels(module, batch)
-    own = [0, 0, 0] if counts is None else [1, counts.counted, counts.other]
-    rows = all_gather_ints([*own, int(has_count(module, batch))])
+    counts = _count_labels(module, batch)
+    own = [0, 0, 0] if counts is None else [1, *counts]
+    rows = all_gather_ints([*own, int(_has_count(module, batch))])
     _refuse_count(any(row[3] for row in rows))
     if not all(row[0] for row in rows):
         raise _uncountable("the call has no integer labels to count", refusal)
@@ -372,10 +406,10 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool, r
         if not _divides_by(module, batch, counts, total + 1):
             raise _uncountable("does not divide by num_items_in_batch as its loss_type says", refusal)
         _counting[module] = shows_rule
-    kwargs = {**batch.kwargs, "num_items_in_batch": total}
+    kwargs = {**batch.kwargs, _COUNT: total}
     recorded = run_recorded(module, batch.args, kwargs, None, with_backward=with_backward)
     sum_ = loss_of(recorded.output) * total
-    term = Term("labels", None, sum_.detach(), True, counts.counted, 1.0, sum_)
+    term = Term("labels", None, sum_.detach(), True, counts[0], 1.0, sum_)
     return _over_ranks(recorded, batch, Reading([term]), compute_device(module))
 
 
@@ -383,7 +417,7 @@ def _uncountable(why: str, refusal: str) -> UnreadableLossError:
     return UnreadableLossError(refusal) if refusal else refuse(f"the model gives no terms, and {why}")
 
 
-def _divides_by(module: nn.Module, batch: RankBatch, counts: LabelCounts, divisor: int) -> bool:
+def _divides_by(module: nn.Module, batch: RankBatch, counts: tuple[int, int], divisor: int) -> bool:
     """Compare a model's loss by its own mean with its sum over any divisor: the quotient is what the mean is over.
 
     Collective: two forwards without a graph, in eval mode.
@@ -393,9 +427,9 @@ def _divides_by(module: nn.Module, batch: RankBatch, counts: LabelCounts, diviso
     """
     with without_trace(module):
         mean = loss_of(call_model(module, batch.args, batch.kwargs))
-        by_divisor = loss_of(call_model(module, batch.args, {**batch.kwargs, "num_items_in_batch": divisor}))
-    found = float(to_host(by_divisor / mean)) * divisor
-    error = abs(found - counts.counted)
-    is_other = counts.other != counts.counted and abs(found - counts.other) <= error
-    fits = not counts.counted or (error <= _TOLERANCE * counts.counted and not is_other)
+        by_divisor = loss_of(call_model(module, batch.args, {**batch.kwargs, _COUNT: divisor}))
+    found, (counted, other) = float(to_host(by_divisor / mean)) * divisor, counts
+    error = abs(found - counted)
+    is_other = other != counted and abs(found - other) <= error
+    fits = not counted or (error <= _TOLERANCE * counted and not is_other)
     return all(one for (one,) in all_gather_ints([fits]))
