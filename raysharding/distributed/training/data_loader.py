@@ -33,9 +33,7 @@ from raysharding.data import (
     rank_batch,
 )
 from raysharding.distributed.comm import (
-    agree,
     agreeing,
-    all_gather_ints,
     current_group,
     from_rank_0,
     get_rank,
@@ -44,7 +42,7 @@ from raysharding.distributed.comm import (
     wait_for,
 )
 from raysharding.distributed.fully_shard import move_inputs
-from raysharding.distributed.training.passes import Passes, code_of, several_passes
+from raysharding.distributed.training.passes import Passes, are_alike, code_of, passes_over
 from raysharding.errors import DataError
 from raysharding.models import InputBounds
 
@@ -205,10 +203,10 @@ class DistributedDataLoader:
             taken, self._held = self._held or self._taken(wait=True), None
             assert taken is not None
             error = None if taken.error is None else self._said(taken.error)
-            alike = _are_alike(taken.parts, error) if alike is None else alike
+            alike = are_alike(taken.parts, error) if alike is None else alike
             if alike is not None:
                 assert taken.parts is not None
-                passes = [[part] for part in taken.parts] if alike else several_passes(taken.parts)
+                passes = passes_over(taken.parts, alike)
                 move = partial(move_inputs, device=self._device)
                 passes = [[one.replaced(move) for one in part] for part in passes]
                 self._look_ahead()
@@ -382,18 +380,3 @@ class _Vote:
         wait_for(self._work)
         all_have_one, lowest, highest = self._lowest.tolist()
         return lowest == -highest if all_have_one else None
-
-
-def _are_alike(parts: list[RankBatch] | None, error: Exception | None) -> bool | None:
-    """Return True if all ranks have a batch of the same arguments, False if these differ, `None` if none has one."""
-    # Every rank calls this, without a batch too: the others would wait in the forward.
-    told = all_gather_ints([parts is not None, error is not None, code_of(parts or ())])
-    have, failed, _ = map(sum, zip(*told, strict=True))
-    if failed:
-        agree(error)
-    if have not in (0, get_world_size()):
-        raise DataError(
-            f"the data ended on {get_world_size() - have} ranks while others have rows: an iterable must give the "
-            "same rows, in the same order, on every rank"
-        )
-    return len({code for *_, code in told}) == 1 if have else None

@@ -87,16 +87,13 @@ class Evaluation:
             return False
         module = unwrapped(module)
         for batch in passes[0]:
-            self._run(module, batch)
+            with recovering(module), torch.no_grad(), module_mode(module, training=False):
+                output = self._forward(module, batch)
+            with agreeing():
+                if not batch.is_dummy:
+                    self._add(output, batch)
         self.data_loader.advance()
         return True
-
-    def _run(self, module: nn.Module, batch: RankBatch) -> None:
-        with recovering(module), torch.no_grad(), module_mode(module, training=False):
-            output = self._forward(module, batch)
-        with agreeing():
-            if not batch.is_dummy:
-                self._add(output, batch)
 
     def values(self) -> dict[str, float]:
         """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN without counted items."""

@@ -30,6 +30,7 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.fully_shard import unwrapped
 from raysharding.distributed.optim import decode, encode
+from raysharding.errors import DataError
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
@@ -72,19 +73,43 @@ def agreed_passes(make: Callable[[], list[RankBatch]]) -> Passes:
 
     Raises:
         Exception: On every rank: the error of `make` on one rank; as from `agree`.
-        ValueError: On every rank, as from `several_passes`.
+        ValueError: On every rank, as from `passes_over`.
     """
-    parts: list[RankBatch] = []
+    parts: list[RankBatch] | None = None
     error: Exception | None = None
     try:
         parts = make()
-    except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
+    except Exception as raised:  # noqa: BLE001 - `are_alike` raises it on all ranks
         error = raised
-    # Every rank calls this, with an error too: the others would wait in the forward.
-    told = all_gather_ints([error is not None, code_of(parts)])
-    if any(failed for failed, _ in told):
+    alike = are_alike(parts, error)
+    assert parts is not None, "this rank would have raised its error"
+    return passes_over(parts, alike)
+
+
+def are_alike(parts: Sequence[RankBatch] | None, error: Exception | None) -> bool | None:
+    """Return True if all ranks have parts of the same arguments, False if these differ, `None` if none has parts.
+
+    Collective.
+
+    Args:
+        parts: This rank's parts of a batch; `None` at the end of the data, or after an error.
+        error: This rank's error, or `None`.
+
+    Raises:
+        Exception: On every rank: the error of one rank, as from `agree`.
+        DataError: On every rank: some ranks have parts, and others have not.
+    """
+    # Every rank calls this, with an error or without parts too: the others would wait in the forward.
+    outcomes = all_gather_ints([parts is not None, error is not None, code_of(parts or ())])
+    have, failed, _ = map(sum, zip(*outcomes, strict=True))
+    if failed:
         agree(error)
-    return [[part] for part in parts] if len({code for _, code in told}) == 1 else several_passes(parts)
+    if have not in (0, len(outcomes)):
+        raise DataError(
+            f"the data ended on {len(outcomes) - have} ranks while others have rows: an iterable must give the same "
+            "rows, in the same order, on every rank"
+        )
+    return len({code for *_, code in outcomes}) == 1 if have else None
 
 
 def own_pass(passes: Sequence[RankBatch]) -> RankBatch:
@@ -108,14 +133,20 @@ def _size(named: tuple[str, Any]) -> int:
     return named[1].numel() if isinstance(named[1], torch.Tensor) else named[1] is not None
 
 
-def several_passes(parts: Sequence[RankBatch]) -> Passes:
-    """Return the passes over parts whose arguments differ over the ranks; collective. See Note [Passes].
+def passes_over(parts: Sequence[RankBatch], alike: bool | None) -> Passes:
+    """Return the passes over parts; collective if their arguments differ over the ranks. See Note [Passes].
 
     Wire: where a rank lacks arguments, all arguments of one rank, to every rank.
+
+    Args:
+        parts: This rank's parts.
+        alike: True if all ranks have the same arguments.
 
     Raises:
         ValueError: On every rank: the arguments hold something that ranks do not send.
     """
+    if alike:
+        return [[part] for part in parts]
     every: list[list[str]] = all_gather_json([_kind_of(part) for part in parts])
     return [list(_of_part(part, [own[index] for own in every])) for index, part in enumerate(parts)]
 

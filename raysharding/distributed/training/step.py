@@ -259,7 +259,6 @@ def train_step(
         Exception: Any error of the model, the loss or the optimizer. If all ranks raise the same, the module has been
             reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
-    check_max_grad_norm(max_grad_norm)
     passes = passes_of_call(module, _rank_batch(batch), gradient_accumulation_steps, "train_step", loss)
     return queue_train_step(module, optimizer, passes, loss, max_grad_norm, training=training).read()
 
