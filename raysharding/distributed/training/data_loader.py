@@ -238,9 +238,11 @@ class DistributedDataLoader:
         if not isinstance(self.source, BlockSource) or not where.shuffle:
             begin = where.step * where.batch_size + sum(counts[:rank])
             return list(range(begin, begin + counts[rank]))
-        options = {"seed": where.seed, "epoch": where.epoch, "rows_per_item": where.rows_per_item}
-        order = Order(self.source.block_rows, where.batch_size, shuffle=True, **options)
+        order = Order(self.source.block_rows, where.batch_size, **self._order_options())
         return order.shuffled_rows(where.step, rank, self._world_size)
+
+    def _order_options(self) -> dict[str, Any]:
+        return {name: getattr(self.position, name) for name in ("shuffle", "seed", "epoch", "rows_per_item")}
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""
@@ -295,19 +297,8 @@ class DistributedDataLoader:
         A user's collate function may draw from the random generators that the model uses. It runs between the steps, so
         that the order of draws is always the same.
         """
-        where = self.position
-        batches = epoch_batches(
-            self.source,
-            where.batch_size,
-            self._rank,
-            self._world_size,
-            shuffle=where.shuffle,
-            seed=where.seed,
-            epoch=where.epoch,
-            first_step=where.step,
-            rows_per_item=where.rows_per_item,
-        )
-        for batch in batches:
+        dealt = self.source, self.position.batch_size, self._rank, self._world_size
+        for batch in epoch_batches(*dealt, first_step=self.position.step, **self._order_options()):
             if batch is None or self._plan.collate_fn is not None:
                 yield batch
             else:
@@ -372,11 +363,10 @@ class _Vote:
         code = code_of(parts or ())
         said = [parts is not None, code, -code]
         self._lowest = torch.tensor(said, dtype=torch.int64, device=metadata_device())
-        self._work = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, group=current_group(), async_op=True)
+        self._work: Any = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, group=current_group(), async_op=True)
 
     def are_alike(self) -> bool | None:
         """Return True if all ranks have a batch of the same arguments, False if these differ, else `None`."""
-        assert self._work is not None
         wait_for(self._work)
         all_have_one, lowest, highest = self._lowest.tolist()
         return lowest == -highest if all_have_one else None

@@ -100,8 +100,8 @@ class WeightCopy:
         self._span = SpanningGroup(spec.address, f"copy/{spec.key}", number, (spec.num_sources, spec.num_targets))
         self._is_joined = False
         self._own_layout: dict[str, Any] | None = None
-        self._layout: ModelLayout | None = None
-        self._plan: CopyPlan | None = None
+        self._layout = ModelLayout({}, {})
+        self._plan = CopyPlan((), (), {}, 0)
         self._links: dict[Pair, Link] = {}
         self._shards: PlanShards | None = None
         self._has_written = False
@@ -158,8 +158,8 @@ class WeightCopy:
             "shared_bytes": sum(link.num_bytes for link in self._links.values() if link.is_shared),
             "wire_bytes": sum(link.num_bytes for link in self._links.values() if not link.is_shared),
             "is_through_device": self._is_through_device,
-            "num_tensors": len(self._plan.names) if self._plan else 0,
-            "num_bytes": self._plan.num_bytes if self._plan else 0,
+            "num_tensors": len(self._plan.names),
+            "num_bytes": self._plan.num_bytes,
             "lost": lost,
         }
 
@@ -192,8 +192,6 @@ class WeightCopy:
         self._is_planned = self._span.any_rank(described != self._own_layout)
         if self._is_planned:
             self._plan_anew(module, spec, described)
-        assert self._plan is not None, "made now, or before"
-        assert self._layout is not None, "with the plan"
         staged = spec.staged and not self._is_source
         self._shards = PlanShards(self._plan, self._layout, tensors, staged=staged)
 
@@ -258,7 +256,6 @@ class WeightCopy:
 
     def _stream(self, module: nn.Module, progress: Progress, peak: MemoryPeak) -> None:
         """Send, or receive, all buckets."""
-        assert self._plan is not None, "prepared"
         assert self._shards is not None, "prepared"
         if self.is_stopped:
             raise PeerLostError("this rank has stopped the copy")  # perhaps before it had links to stop

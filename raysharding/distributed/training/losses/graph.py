@@ -105,8 +105,8 @@ class GraphReader:
         self._walk(edge_of(loss), 1.0)
         terms = list(self._found.values())
         self._complete(loss, terms)
-        gave_gradient = self._recorder.gave_gradient
-        return Reading(terms, self._constant, list(self._rows.factors), gave_gradient=gave_gradient)
+        factors, is_ambiguous = self._rows.factors, self._rows.is_ambiguous
+        return Reading(terms, self._constant, factors, is_ambiguous, gave_gradient=self._recorder.gave_gradient)
 
     def _complete(self, loss: torch.Tensor, terms: list[Term]) -> None:
         """Compute the value of a mean that was taken inside a function of torch's, from that of the loss."""

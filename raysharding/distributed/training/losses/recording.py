@@ -45,10 +45,10 @@ class Recorded:
     has_collectives: bool = False
     """True if the loss function ran a collective of the default group, or of the module's."""
 
-    def outputs(self) -> list[tuple[str, torch.Tensor]]:
-        """Return path and value of the model's outputs that have a gradient, without the loss."""
+    def outputs(self) -> list[torch.Tensor]:
+        """Return the model's outputs that have a gradient, without the loss."""
         loss = find_loss(self.output)
-        return [(path, leaf) for path, leaf in leaves(self.output) if has_gradient(leaf) and leaf is not loss]
+        return [leaf for _, leaf in leaves(self.output) if has_gradient(leaf) and leaf is not loss]
 
 
 def run_recorded(

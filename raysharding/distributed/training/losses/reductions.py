@@ -378,8 +378,6 @@ def _problem(name: str, rule: _Rule, call: Arguments, mixed: _Tensors) -> str:
         return f"{name}(reduction='sum') is a sum"
     if call.get("size_average") is not None or call.get("reduce") is not None:
         return f"{name}(size_average=, reduce=) is deprecated by torch: give reduction="
-    if call.get("distance_function") is not None:
-        return f"{name} has a distance_function"
     first = _first(call)
     for other in rule.same_shape:
         if isinstance(call[other], torch.Tensor) and call[other].shape != first.shape:

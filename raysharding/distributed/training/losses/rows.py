@@ -293,7 +293,11 @@ class RowCheck:
         if rows is None or (rows.dim is None and is_unchanged):
             return rows
         if kind in _VIEWS:
-            return self._view(rows, before, shape)
+            found = _reshaped(rows, before, shape)
+            # With one item, dims of size 1 look alike: the rows' and others.
+            others = [size for dim, size in enumerate(shape, -len(shape)) if dim != found.dim and size == 1]
+            self.is_ambiguous |= self._num_items == 1 and bool(others)
+            return found
         if kind == "Index":
             # Models take out padded positions, by masks that are arguments; a loss function may select by the batch.
             if not in_model or any(index is not None and index.dtype != torch.bool for index in saved(node, "indices")):
@@ -308,13 +312,6 @@ class RowCheck:
         found = _moved(rows, order, len(before))
         if found.dim is not None and shape[found.dim] != before[rows.dim or 0]:
             raise refuse(f"{node.name()} repeats the rows of {before}, or takes a part of them")
-        return found
-
-    def _view(self, rows: Rows, before: Shape, shape: Shape) -> Rows:
-        found = _reshaped(rows, before, shape)
-        # With one item, dims of size 1 look alike: the rows' and others.
-        others = [size for dim, size in enumerate(shape, -len(shape)) if dim != found.dim and size == 1]
-        self.is_ambiguous |= self._num_items == 1 and bool(others)
         return found
 
     def _joint(self, edge: Edge, in_model: bool) -> Rows | None:

@@ -8,7 +8,7 @@ Terms and D are read anew in every call. Kept is only which models' own losses c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -107,12 +107,9 @@ class BatchLoss:
         torch.autograd.backward(self.roots)
 
 
-def _scaled(
-    scale: torch.Tensor, gradient: torch.Tensor | None, gradients: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
+def _scaled(scale: torch.Tensor, gradient: torch.Tensor | None, gradients: Sequence[Any]) -> tuple[torch.Tensor]:
     """Hook of a node: its result's gradient, scaled, or another in its place, where that was divided by 0."""
     (one,) = gradients
-    assert one is not None
     scaled = one * scale.to(one.dtype) if gradient is None else gradient.to(one.device, one.dtype).expand_as(one)
     return (scaled,)
 
@@ -198,9 +195,8 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
     result = recorded.result
     assert result is not None
     try:
-        outputs = recorded.outputs()
-        tensors = [leaf for _, leaf in outputs]
-        rows = RowCheck(recorded.recorder, tensors, batch.num_held, batch.rows_per_item, batch.split_dims())
+        dims = batch.split_dims()
+        rows = RowCheck(recorded.recorder, recorded.outputs(), batch.num_held, batch.rows_per_item, dims)
         if isinstance(result, list):
             terms = [
                 Term(f"{'sum' if count is None else 'pair'} {index}", None, total.detach(), True, count, 1.0, total)
@@ -216,8 +212,7 @@ def _read(module: nn.Module, recorded: Recorded, batch: RankBatch, loss: LossFun
         if recorded.recorder.took_number:
             raise refuse("it takes a number (item(), tolist(), numpy()) of a tensor that combines this rank's rows")
         own = _own_terms(recorded, batch) if loss is None and _has_router(module) else {}
-        reading = GraphReader(recorded.recorder, rows, own).read(result)
-        return replace(reading, is_ambiguous=rows.is_ambiguous), ""
+        return GraphReader(recorded.recorder, rows, own).read(result), ""
     except UnreadableLossError as error:
         return Reading(), str(error)
     except RecursionError:
@@ -314,7 +309,7 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     if not roots and isinstance(recorded.result, torch.Tensor):
         roots = (recorded.result,)
     has_roots = any(root.requires_grad for root in roots)
-    outputs = () if has_roots else tuple(leaf for _, leaf in recorded.outputs())
+    outputs = () if has_roots else tuple(recorded.outputs())
     # A dummy row has factors of its own, and does not count.
     counting = batch.rows if any(batch.rows) else (1,) * len(table)
     told = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
