@@ -358,11 +358,7 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
 
 
 def _outline(
-    checkpoint: Checkpoint,
-    keys: KeyMap,
-    loading: Loading,
-    layouts: Mapping[str, TensorLayout],
-    **others: Any,
+    checkpoint: Checkpoint, keys: KeyMap, loading: Loading, layouts: Mapping[str, TensorLayout], **others: Any
 ) -> Outline:
     """Return the outline of a match; `others` are the fields that do not follow from the keys."""
     first = {target.fqn: checkpoint.tensors[target.sources[0]] for target in keys.targets.values()}

@@ -282,17 +282,10 @@ def queue_train_step(
     all_passes = [one for part in passes for one in part]
     done = Accumulation(earlier)
     zero_grad(module, optimizer)
+    may_be_empty, first_reduced = len(all_passes) > 1, len(all_passes) - len(passes[-1])
     for index, one in enumerate(all_passes):
-        _run_pass(
-            module,
-            one,
-            done,
-            loss,
-            training=training,
-            sync=any(one is last for last in passes[-1]),
-            may_be_empty=len(all_passes) > 1,
-            later=all_passes[index + 1 :],
-        )
+        sync, later = index >= first_reduced, all_passes[index + 1 :]
+        _run_pass(module, one, done, loss, training=training, sync=sync, may_be_empty=may_be_empty, later=later)
     return _queue_update(module, optimizer, done, max_grad_norm)
 
 
@@ -343,7 +336,6 @@ def forward_backward(
     loss: LossFunction | None = None,
     training: bool = True,
     sync: bool = True,
-    may_be_empty: bool = True,
 ) -> dict[str, float]:
     """Run forward and backward; collective, each rank passes its own batch.
 
@@ -357,10 +349,9 @@ def forward_backward(
         training: As for `train_step`.
         sync: True to reduce the gradients, including those of earlier passes, as the last pass before an update must.
             Otherwise each rank holds full, unsharded gradients. Default True.
-        may_be_empty: True if a batch without counted items adds nothing; otherwise it is an error. Default True.
 
     Returns:
-        `loss` of the whole batch, equal on every rank; NaN without counted items.
+        `loss` of the whole batch, equal on every rank; NaN without counted items, which add nothing.
 
     Raises:
         ValueError: On every rank, as from `loss_of_batch`, or if the loss has other terms than in earlier passes.
@@ -369,8 +360,7 @@ def forward_backward(
     (passes,) = passes_of_call(module, batch, 1, "forward_backward", loss)
     before, value = copy(done), math.nan
     for one in passes:
-        may_be_empty |= len(passes) > 1
-        value = _run_pass(module, one, done, loss, training=training, sync=sync, may_be_empty=may_be_empty)
+        value = _run_pass(module, one, done, loss, training=training, sync=sync, may_be_empty=True)
     return {"loss": value if len(passes) == 1 else done.loss(before)}
 
 

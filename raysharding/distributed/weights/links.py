@@ -152,10 +152,7 @@ Link = SharedLink | MessageLink
 
 
 def connect_links(
-    span: SpanningGroup,
-    plan: CopyPlan,
-    hosts: tuple[Sequence[object], Sequence[object]],
-    device: torch.device | None,
+    span: SpanningGroup, plan: CopyPlan, hosts: tuple[Sequence[object], Sequence[object]], device: torch.device | None
 ) -> dict[Pair, Link]:
     """Make a link for each pair of this rank; collective over the spanning group.
 

@@ -19,14 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import (
-    HostCopy,
-    all_gather_ints,
-    all_gather_json,
-    current_group,
-    get_rank,
-    to_host,
-)
+from raysharding.distributed.comm import HostCopy, all_gather_ints, all_gather_json, current_group, get_rank, to_host
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
 from raysharding.distributed.training.losses.calls import (
     LossFunction,
