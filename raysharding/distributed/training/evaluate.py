@@ -109,7 +109,11 @@ class Evaluation:
 
     def _add(self, output: Any, batch: RankBatch) -> None:
         for index, (name, metric) in enumerate(self._plan.metrics.items()):
-            self._sums[2 * index : 2 * index + 2] += _sum_and_count(name, metric, output, batch)
+            found: Any = call_on_output(metric, output, batch.args, batch.kwargs)
+            if not isinstance(found, tuple) or len(found) != 2:
+                what = f"metrics[{name!r}] returned a {type(found).__name__}"
+                raise ValueError(f"{what}: return (sum, count) over its rows")
+            self._sums[2 * index : 2 * index + 2] += torch.tensor(list(map(float, found)), dtype=torch.float64)
         self._sums[-1] += batch.num_rows or 0
 
     def _forward(self, module: nn.Module, batch: RankBatch) -> Any:
@@ -119,10 +123,3 @@ class Evaluation:
         found = loss_of_batch(module, batch, self._plan.loss, with_backward=False)
         self._loss.add(found)
         return map_leaves(lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, found.output)
-
-
-def _sum_and_count(name: str, metric: Metric, output: Any, batch: RankBatch) -> torch.Tensor:
-    found: Any = call_on_output(metric, output, batch.args, batch.kwargs)
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ValueError(f"metrics[{name!r}] returned a {type(found).__name__}: return (sum, count) over its rows")
-    return torch.tensor([float(found[0]), float(found[1])], dtype=torch.float64)

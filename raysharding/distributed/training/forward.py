@@ -155,12 +155,9 @@ def without_caches(value: Any, name: str = "") -> Any:
         value: The output, or the part of it that `name` names.
         name: As in `children`.
     """
-    if any(name in (f"[{cache!r}]", f".{cache}") for cache in _CACHES) or _is_cache(value):
+    # By the names of its base classes: transformers is not imported here.
+    is_cache = any(one.__name__ == "Cache" and one.__module__.startswith("transformers") for one in type(value).__mro__)
+    if is_cache or any(name in (f"[{cache!r}]", f".{cache}") for cache in _CACHES):
         return None
     nodes = children(value)
     return rebuild(value, [without_caches(item, child) for child, item in nodes]) if nodes else value
-
-
-def _is_cache(value: Any) -> bool:
-    """Return True if a value is a transformers `Cache`; checks base-class names, so transformers is not imported."""
-    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)

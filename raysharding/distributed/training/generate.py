@@ -88,7 +88,11 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         if not isinstance(ids, torch.Tensor):
             raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
         reshard(module)
-        ids = _padded(ids, _pad_id(module, batch.kwargs))
+        # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
+        longest = max(length for (length,) in all_gather_ints([ids.shape[1]]))
+        # As transformers: with the pad token, else the first end token.
+        padding = [_token_ids(module, batch.kwargs, name) for name in ("pad_token_id", "eos_token_id")]
+        ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=next(filter(None, padding), [0])[0])
     num_rows = len(ids) if batch.num_held is None else batch.num_held
     several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
     return RankOutput(several.cpu() if keep else None)
@@ -150,13 +154,6 @@ def _check_starts(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _padded(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Pad rows to the length of the longest on any rank; collective."""
-    # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
-    longest = max(length for (length,) in all_gather_ints([ids.shape[1]]))
-    return nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_id)
-
-
 def without_padding(module: nn.Module, ids: torch.Tensor, kwargs: dict[str, Any]) -> list[Any]:
     """Return the generated ids of each row up to its first end token, without the prompt.
 
@@ -178,12 +175,6 @@ def without_padding(module: nn.Module, ids: torch.Tensor, kwargs: dict[str, Any]
     # Up to the first end token, which counts; all ids where there is none.
     kept = (is_end.cumsum(1) - is_end.long() == 0).sum(1).tolist()
     return [row[:length] for row, length in zip(ids[:, start:].tolist(), kept, strict=True)]
-
-
-def _pad_id(module: nn.Module, kwargs: dict[str, Any]) -> int:
-    """Return the token that transformers pads with: the pad token, else the first end token."""
-    found = [*_token_ids(module, kwargs, "pad_token_id"), *_token_ids(module, kwargs, "eos_token_id"), 0]
-    return found[0]
 
 
 def _token_ids(module: nn.Module, kwargs: dict[str, Any], name: str) -> list[int]:

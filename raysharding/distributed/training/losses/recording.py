@@ -81,7 +81,9 @@ def run_recorded(
         with nullcontext() if is_compiled(module) else _outside_blocks(module, recorder, with_backward):
             output = call_model(module, args, kwargs, loss)
         if loss is None:
-            return Recorded(recorder, output, _own_loss(output), with_backward)
+            own = find_loss(output)
+            is_scalar = isinstance(own, torch.Tensor) and own.numel() == 1
+            return Recorded(recorder, output, own if is_scalar else None, with_backward)
         recorder.gave_gradient |= not any(has_gradient(leaf) for _, leaf in leaves(output))
         if recorder.gave_gradient or not with_backward:
             output = _give_gradient(module, args, output)
@@ -97,11 +99,6 @@ def run_recorded(
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _own_loss(output: Any) -> torch.Tensor | None:
-    loss = find_loss(output)
-    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
