@@ -150,30 +150,27 @@ class OptimizerSnapshot:
         """Return `state` and the param groups as an optimizer state dict by FQN; arguments as for `state`."""
         return {"state": self.state(tensors, on_cpu=on_cpu), "param_groups": [dict(held) for held in self.groups]}
 
-    def misfit(self, current: OptimizerSnapshot, told: str) -> PlanError | None:
-        """Return the error that this snapshot does not fit an optimizer, by class and param groups; `None` if it fits.
+    def misfit(self, current: OptimizerSnapshot) -> PlanError | None:
+        """Return the error that a saved snapshot does not fit an optimizer, by class and param groups; `None` if it does.
 
         Args:
             current: Snapshot of that optimizer.
-            told: What was done with this snapshot, for the error: `saved`, `held`.
         """
         problems = []
         if self.optimizer != current.optimizer:
-            problems.append(f"the state of {self.optimizer} was {told}, the optimizer is {current.optimizer}")
+            problems.append(f"the state of {self.optimizer} was saved, the optimizer is {current.optimizer}")
         if len(self.groups) != len(current.groups):
-            problems.append(f"{len(self.groups)} param groups were {told}, the optimizer has {len(current.groups)}")
+            problems.append(f"{len(self.groups)} param groups were saved, the optimizer has {len(current.groups)}")
         for index, (old, new) in enumerate(zip(self.groups, current.groups, strict=False)):
             held, has = set(old["params"]), set(new["params"])
             where = f"param group {index}"
-            problems += [f"{where}: {fqn} was {told}, the optimizer has it not" for fqn in sorted(held - has)]
-            problems += [f"{where}: {fqn} was not {told}" for fqn in sorted(has - held)]
+            problems += [f"{where}: {fqn} was saved, the optimizer has it not" for fqn in sorted(held - has)]
+            problems += [f"{where}: {fqn} was not saved" for fqn in sorted(has - held)]
         kinds = [None if one.schedule is None else one.schedule[0] for one in (self, current)]
         if kinds[0] not in (None, kinds[1]):
-            problems.append(
-                f"the schedule {kinds[0]} was {told}, the optimizer has {kinds[1] or 'none'}: see Scheduled"
-            )
-        cure = "; to begin with a new optimizer, load without one and set it after the load" if told == "saved" else ""
-        message = f"the {told} optimizer state does not fit the optimizer{cure}:"
+            problems.append(f"the schedule {kinds[0]} was saved, the optimizer has {kinds[1] or 'none'}: see Scheduled")
+        cure = "to begin with a new optimizer, load without one and set it after the load"
+        message = f"the saved optimizer state does not fit the optimizer; {cure}:"
         return PlanError(message, problems=problems) if problems else None
 
     def dropped(self, given: OptimizerSnapshot) -> str:

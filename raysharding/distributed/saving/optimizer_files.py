@@ -134,7 +134,7 @@ class OptimizerLoad:
         # Optimizers may differ between ranks: all raise, so that no rank waits in the load.
         with agreeing():
             try:
-                misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
+                misfit = target.misfit(OptimizerSnapshot.of(module, optimizer))
             except ValueError as error:
                 raise PlanError(str(error)) from error
             if misfit is not None:
