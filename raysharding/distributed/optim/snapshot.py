@@ -150,11 +150,14 @@ class OptimizerSnapshot:
         """Return `state` and the param groups as an optimizer state dict by FQN; arguments as for `state`."""
         return {"state": self.state(tensors, on_cpu=on_cpu), "param_groups": [dict(held) for held in self.groups]}
 
-    def misfit(self, current: OptimizerSnapshot) -> PlanError | None:
-        """Return the error that a saved snapshot does not fit an optimizer, by class and param groups; `None` if it does.
+    def check_fits(self, current: OptimizerSnapshot) -> None:
+        """Raise if this snapshot, which was saved, does not fit an optimizer.
 
         Args:
             current: Snapshot of that optimizer.
+
+        Raises:
+            PlanError: With all differences of class, schedule and param groups.
         """
         problems = []
         if self.optimizer != current.optimizer:
@@ -170,8 +173,8 @@ class OptimizerSnapshot:
         if kinds[0] not in (None, kinds[1]):
             problems.append(f"the schedule {kinds[0]} was saved, the optimizer has {kinds[1] or 'none'}: see Scheduled")
         cure = "to begin with a new optimizer, load without one and set it after the load"
-        message = f"the saved optimizer state does not fit the optimizer; {cure}:"
-        return PlanError(message, problems=problems) if problems else None
+        if problems:
+            raise PlanError(f"the saved optimizer state does not fit the optimizer; {cure}:", problems=problems)
 
     def dropped(self, given: OptimizerSnapshot) -> str:
         """Return a text on learning rates and options of the schedule that a load of this snapshot drops, if any.

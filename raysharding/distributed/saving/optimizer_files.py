@@ -134,11 +134,10 @@ class OptimizerLoad:
         # Optimizers may differ between ranks: all raise, so that no rank waits in the load.
         with agreeing():
             try:
-                misfit = target.misfit(OptimizerSnapshot.of(module, optimizer))
+                current = OptimizerSnapshot.of(module, optimizer)
             except ValueError as error:
                 raise PlanError(str(error)) from error
-            if misfit is not None:
-                raise misfit
+            target.check_fits(current)
         return cls(module, optimizer, directory, target)
 
     def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
