@@ -116,7 +116,7 @@ def distribute_state_dict(
     Args:
         state_dict: On rank 0 name → full tensor, with exactly the names of `tensors`; ignored on the other ranks.
         tensors: On every rank name → DTensor or replicated tensor; real tensors are overwritten.
-        like: As for `TensorTable`.
+        like: Sharded root module; new tensors are in the memory of its shards. Default: that of the mesh's device.
         timeout_s: Longest wait for one item or bucket, in seconds.
 
     Returns:

@@ -97,7 +97,7 @@ def load_checkpoint(
         module: From `shard_module`. A real module is overwritten, and under `strict=False` keeps tensors that the
             checkpoint lacks. A module on meta is on meta again after a failed load.
         checkpoint: Path or URI, which rank 0 opens first; or an open checkpoint, the same on every rank.
-        loading: See `Loading`.
+        loading: Options. Default: `Loading()`.
         progress: Called on every rank after each bucket, and on a reader every second during a long read.
         stall_s: Longest wait for a byte of the files, and for one bucket of another rank, in seconds.
 

@@ -58,7 +58,7 @@ class LoadReport(Report, Matched):
     ring_bytes: int = field(metadata=_LARGEST)
     """Largest buffers of a rank, in one memory: twice its part of the largest bucket."""
     transport: str
-    """`local`, `scatter` or `broadcast`; see `Loading`."""
+    """`local`, `scatter` or `broadcast`."""
     transport_reason: str
     """Reason for the transport."""
     readers: tuple[int, ...]

@@ -241,9 +241,9 @@ def _inherited(replaced: Any, made: LRScheduler, group: Mapping[str, Any]) -> st
         return ""
     shown = {"lr": group.get("initial_lr", group["lr"])}
     shown |= {key: group[key] for key in ("momentum", "betas") if cycles and key in group}
-    told = ", ".join(f"{key}={value}" for key, value in shown.items())
+    values = ", ".join(f"{key}={value}" for key, value in shown.items())
     return (
-        f"{type(made).__name__} takes {told}, which {type(writers[0]).__name__} wrote over the optimizer's own: "
+        f"{type(made).__name__} takes {values}, which {type(writers[0]).__name__} wrote over the optimizer's own: "
         "set_optimizer(Scheduled(...)) begins with those that are given"
     )
 

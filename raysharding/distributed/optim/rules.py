@@ -63,18 +63,18 @@ def adapt(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"{names[0]} is not supported: {_REFUSED[names[0]]}")
     if any(group.get("differentiable") for group in groups):
         raise ValueError(f"{names[0]}(differentiable=True) is not supported: no graph leads through an update")
-    is_whole = not _WHOLE.isdisjoint(names)
-    is_elementwise = _is_torchs(optimizer)
-    if not (is_whole or is_elementwise) and inspect.unwrap(optimizer.step) is not _step:
-        lacking = [name for name in names for group in groups if group.get(_LACKING.get(name))]
-        if lacking and any(isinstance(one, DTensor) for group in groups for one in group["params"]):
-            raise ValueError(
-                f"{names[0]} has a step of its own around that of {lacking[0]}, which does not run on sharded "
-                f"parameters ({_LACKING[lacking[0]]} is set): use register_step_pre_hook or register_step_post_hook"
-            )
-    if (is_whole or is_elementwise) and inspect.unwrap(optimizer.step) is not _step:
+    if inspect.unwrap(optimizer.step) is _step:
+        return
+    if not _WHOLE.isdisjoint(names) or _is_torchs(optimizer):
         # By a weak reference: as a method of its own it would keep the optimizer, and its state, until a collection.
         optimizer.step = MethodType(_call_step, weakref.ref(optimizer))  # type: ignore[method-assign]
+        return
+    lacking = [name for name in names for group in groups if group.get(_LACKING.get(name))]
+    if lacking and any(isinstance(one, DTensor) for group in groups for one in group["params"]):
+        raise ValueError(
+            f"{names[0]} has a step of its own around that of {lacking[0]}, which does not run on sharded "
+            f"parameters ({_LACKING[lacking[0]]} is set): use register_step_pre_hook or register_step_post_hook"
+        )
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:

@@ -63,7 +63,7 @@ class DataPlan:
     max_steps: int | None = None
     """Steps after which the run ends; `None` for no limit."""
     shuffle: bool = False
-    """True for a random order of the rows; see `data.order`."""
+    """True for a random order of the rows."""
     seed: int = 0
     """Seed of the random order."""
     collate_fn: Collate | None = None
@@ -75,7 +75,7 @@ class DataPlan:
     run: str = ""
     """Name of a new run; a resumed run keeps its name."""
     rows_per_item: int = 1
-    """Number of consecutive rows of the data that belong together; see `Split`."""
+    """Number of consecutive rows of the data that belong together, and stay on one rank."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -130,7 +130,7 @@ class DistributedDataLoader:
             bounds: Valid ids of the model; another id would raise only on the rank that holds it.
             known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate_fn`.
                 `None`: all but text.
-            num_parts: Number of parts of each batch, which are collated one by one; see `RankBatch.parts`.
+            num_parts: Number of parts of each batch, which are collated one by one.
 
         Raises:
             DataError: On every rank, if the data is unreadable, has an incomplete item, or differs from the data of
@@ -202,7 +202,7 @@ class DistributedDataLoader:
         while not self._is_over():
             taken, self._held = self._held or self._taken(wait=True), None
             assert taken is not None
-            error = None if taken.error is None else self._said(taken.error)
+            error = None if taken.error is None else self._data_error(taken.error)
             alike = are_alike(taken.parts, error) if alike is None else alike
             if alike is not None:
                 assert taken.parts is not None
@@ -280,7 +280,7 @@ class DistributedDataLoader:
         self._held = self._taken(wait=False)
         self._vote = _Vote(None if self._held is None else self._held.parts)
 
-    def _said(self, raised: Exception) -> DataError:
+    def _data_error(self, raised: Exception) -> DataError:
         """Return the error that all ranks raise if one cannot make its batch."""
         if isinstance(raised, DataError):
             return raised
@@ -312,8 +312,8 @@ def open_source(source: Rows | DataPath, whole: Sequence[str] | None, known: Kno
 
     Args:
         source: The source.
-        whole: See `RowFiles.open`.
-        known: See `RowFiles.open`.
+        whole: Names of columns that must hold integers if they exist. `None`: columns may be of any type.
+        known: Leaves out the columns that the model does not take; `None`: none are left out.
 
     Raises:
         DataError: On every rank: the data is unreadable.
@@ -361,8 +361,8 @@ class _Vote:
 
     def __init__(self, parts: list[RankBatch] | None) -> None:
         code = code_of(parts or ())
-        said = [parts is not None, code, -code]
-        self._lowest = torch.tensor(said, dtype=torch.int64, device=metadata_device())
+        mine = [parts is not None, code, -code]
+        self._lowest = torch.tensor(mine, dtype=torch.int64, device=metadata_device())
         self._work: Any = dist.all_reduce(self._lowest, op=dist.ReduceOp.MIN, group=current_group(), async_op=True)
 
     def are_alike(self) -> bool | None:

@@ -37,7 +37,7 @@ class EvaluationPlan:
     data: DataPlan
     """The data."""
     loss: LossFunction | None = None
-    """See `losses.loss_of_batch`."""
+    """Function of the output; `None` for the output's `.loss`."""
     with_loss: bool = True
     """True to compute the loss."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Evaluation:
         bounds: InputBounds | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """Open the data, and free parameters that are gathered; collective. See `DistributedDataLoader` and `Fit`."""
+        """Open the data, and free parameters that are gathered; collective. Arguments as for `Fit`."""
         self._plan = plan
         self._group = current_group()
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]

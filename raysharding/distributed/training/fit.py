@@ -32,11 +32,11 @@ class FitPlan:
     data: DataPlan
     """The data."""
     loss: LossFunction | None = None
-    """See `losses.loss_of_batch`."""
+    """Function of the output; `None` for the output's `.loss`."""
     max_grad_norm: float | None = None
-    """See `train_step`."""
+    """Global 2-norm to clip gradients to; `None` to only measure."""
     gradient_accumulation_steps: int = 1
-    """See `train_step`."""
+    """Number of parts that the rows of a step are processed in."""
     on_empty: Literal["skip", "raise"] = "skip"
     """Action on a batch without counted items: all ranks skip it, or the run ends."""
     evaluation: EvaluationPlan | None = None
@@ -79,13 +79,13 @@ class Fit:
         bounds: InputBounds | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """Open the data; collective. See `DistributedDataLoader`.
+        """Open the data; collective.
 
         Args:
             plan: The run.
             device: Device of the module.
             position: Position to resume at; `None` for the beginning.
-            bounds: See `DistributedDataLoader`.
+            bounds: Valid ids of the model.
             module: The root module, by whose forward columns are dropped; `None`: only text is.
         """
         self._plan = plan
@@ -152,8 +152,8 @@ class Fit:
             if not is_empty or self._plan.on_empty == "raise":
                 counts = [sum(some) for some in zip(*(one.rows for part in passes for one in part), strict=True)]
                 where, rows = self.position, self.data_loader.row_numbers(counts)
-                told = f"{len(rows)} rows of the data, {rows[:_ROWS_SHOWN]}"
-                error.add_note(f"raysharding: in step {where.num_steps + 1}, epoch {where.epoch}, with {told}")
+                what = f"{len(rows)} rows of the data, {rows[:_ROWS_SHOWN]}"
+                error.add_note(f"raysharding: in step {where.num_steps + 1}, epoch {where.epoch}, with {what}")
                 raise
             self.data_loader.advance()
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}

@@ -44,7 +44,7 @@ def passes_of_call(module: nn.Module, batch: RankBatch, num_parts: int, what: st
     Args:
         module: The root module.
         batch: This rank's part of a call.
-        num_parts: See `RankBatch.parts`.
+        num_parts: Number of parts.
         what: Name of the call, for errors.
         loss: The caller's loss function; `None` for the model's own.
 
@@ -163,22 +163,22 @@ def _of_part(part: RankBatch, kinds: Sequence[str]) -> Iterator[RankBatch]:
 def _copied(part: RankBatch, source: int) -> RankBatch:
     """Return the arguments of one rank on every rank, as JSON and tensors, never as pickles; collective."""
     tensors: list[torch.Tensor] = []
-    told: Any = None
+    outline: Any = None
     if get_rank() == source:
         try:
             args = encode([list(part.args), part.kwargs], "an argument", tensors)
-            told = [args, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in map(_dense, tensors)]]
-        except ValueError as error:  # told to all ranks, which would wait in the broadcasts
-            told = (
+            outline = [args, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in map(_dense, tensors)]]
+        except ValueError as error:  # sent to all ranks, which would wait in the broadcasts
+            outline = (
                 f"collate made other arguments of the rows of some ranks, and {error}; the other ranks get no dummy of "
                 "it: let collate return the same arguments for any rows (for rows of text, a blank image)"
             )
-    told = broadcast_json(told, source=source)
-    if isinstance(told, str):
-        raise ValueError(told)
+    outline = broadcast_json(outline, source=source)
+    if isinstance(outline, str):
+        raise ValueError(outline)
     own = iter(tensors)
-    copies = [broadcast_tensor(next(own, None), dtype, shape, source) for dtype, shape in told[1]]
-    args, kwargs = decode(told[0], copies)
+    copies = [broadcast_tensor(next(own, None), dtype, shape, source) for dtype, shape in outline[1]]
+    args, kwargs = decode(outline[0], copies)
     return replace(part, wrapped_args=tuple(args), wrapped_kwargs=kwargs, dummy_rows=part.rows[source])
 
 

@@ -176,8 +176,8 @@ class Accumulation:
 
     def _empty(self, counts: torch.Tensor) -> list[str]:
         """Return the names of the means with a count of 0."""
-        told = zip(self._names, counts, self._is_sum, strict=True)
-        return [name for name, count, is_sum in told if not (count or is_sum)]
+        terms = zip(self._names, counts, self._is_sum, strict=True)
+        return [name for name, count, is_sum in terms if not (count or is_sum)]
 
     def _loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
         means = torch.where(self._is_sum, sums, sums / counts.where(counts > 0, math.nan))
@@ -243,7 +243,7 @@ def train_step(
         optimizer: Optimizer over the module's parameters.
         batch: This rank's part, from `deal`; or a mapping of the model's arguments by name, whose tensors hold this
             rank's rows in dim 0, one or more.
-        loss: See `losses.loss_of_batch`. Default: the output's `.loss`.
+        loss: Function of the output; `losses.loss_of_batch` says what it returns. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: True for train mode, False for eval mode. Default True. Modes of submodules are restored.
         gradient_accumulation_steps: Number of parts that the rows are processed in, which saves memory: activations are
@@ -274,7 +274,7 @@ def queue_train_step(
     training: bool = True,
     earlier: PendingStep | None = None,
 ) -> PendingStep:
-    """As `train_step`, over passes, and without a wait for the update; see Note [Waits]. Collective.
+    """Take one optimizer step over passes, without a wait for the update; see Note [Waits]. Collective.
 
     The step before, `earlier`, is read once the backward is queued.
     """
@@ -345,8 +345,8 @@ def forward_backward(
         module: The sharded root module.
         batch: This rank's part, from `deal`.
         done: The passes since the last update; this pass is recorded there.
-        loss: See `losses.loss_of_batch`. Default: the output's `.loss`.
-        training: As for `train_step`.
+        loss: Function of the output; `losses.loss_of_batch` says what it returns. Default: the output's `.loss`.
+        training: True for train mode, False for eval mode. Default True.
         sync: True to reduce the gradients, including those of earlier passes, as the last pass before an update must.
             Otherwise each rank holds full, unsharded gradients. Default True.
 
@@ -375,7 +375,11 @@ def _run_pass(
     may_be_empty: bool,
     later: Sequence[RankBatch] = (),
 ) -> float:
-    """As `forward_backward`, for a part of a batch that `later` parts follow."""
+    """Run forward and backward of one pass, which the passes `later` follow before the update; collective.
+
+    Returns:
+        Its loss.
+    """
     module = unwrapped(module)
     with recovering(module) as progress, module_mode(module, training=training):
         progress.has_queued_update = done.earlier is not None
@@ -447,7 +451,7 @@ def optim_step(
         module: The sharded root module.
         optimizer: Optimizer over the module's parameters.
         done: The passes that made the gradients; without passes if user code made them.
-        max_grad_norm: As for `train_step`.
+        max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
 
     Returns:
         `loss` over the rows of all passes, if there are any, and `grad_norm` before clipping, equal on every rank; with
@@ -456,7 +460,8 @@ def optim_step(
     Raises:
         ValueError: On every rank, if `max_grad_norm` is not positive; or, with the gradients dropped, if the last pass
             did not reduce them, no pass has counted items, or the schedule needs a loss and there is none.
-        Exception: Any error of the optimizer. See `train_step`.
+        Exception: Any error of the optimizer. If all ranks raise the same, later steps are correct, unless a note on
+            the exception says otherwise (`is_recoverable`).
     """
     check_max_grad_norm(max_grad_norm)
     return _queue_update(module, optimizer, done, max_grad_norm).read()
@@ -465,7 +470,7 @@ def optim_step(
 def _queue_update(
     module: nn.Module, optimizer: torch.optim.Optimizer, done: Accumulation, max_grad_norm: float | None
 ) -> PendingStep:
-    """As `optim_step`, without a wait for the update."""
+    """Queue the update of the passes' gradients; collective."""
     adapt(optimizer)
     module = unwrapped(module)
     with recovering(module) as progress:

@@ -306,7 +306,7 @@ class WeightCopy:
         if error is None:
             lost = self._finish()
         is_typed = isinstance(error, RayshardingError)
-        raised = None if error is None or lost is not None or is_typed else _said(error)
+        raised = None if error is None or lost is not None or is_typed else _text_of(error)
         # Every rank of the source calls this, whatever happened to it: the others would wait in the all-gather.
         outcomes = agree(error if is_typed else None, {"lost": lost, "raised": raised})
         reasons = [f"rank {rank}: {one['raised']}" for rank, one in enumerate(outcomes) if one["raised"] is not None]
@@ -329,7 +329,7 @@ class WeightCopy:
             RuntimeError: On every rank of the target; see the note.
         """
         is_typed = isinstance(error, RayshardingError)
-        failed = None if error is None else _said(error)
+        failed = None if error is None else _text_of(error)
         try:
             # Every rank of the target calls this, whatever happened to it: the others would wait in the all-gather.
             outcomes = agree(error if is_typed else None, {"failed": failed, "has_written": self._has_written})
@@ -359,7 +359,7 @@ class WeightCopy:
         return None
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {said(error)}"
 
 

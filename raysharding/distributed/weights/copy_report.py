@@ -19,7 +19,7 @@ class CopyReport(Report):
     num_bytes: int
     """Bytes of the target's tensors, once for each of its replicas, in the narrower of the two groups' dtypes."""
     wire_bytes: int
-    """Bytes that ranks of the target received in messages: see `is_through_device`."""
+    """Bytes that ranks of the target received in messages."""
     shared_bytes: int
     """Bytes that ranks of the target took from shared memory of their host."""
     seconds: float

@@ -132,7 +132,7 @@ class WeightStream:
                 self._meet()
             self._state = "done"
         except GeneratorExit:
-            # The others are told at once: this rank's next collective would meet their check. Where the garbage
+            # The others hear of it at once: this rank's next collective would meet their check. Where the garbage
             # collector runs on another thread, which must not communicate, the end of the context tells them.
             if get_ident() == thread:
                 self._stop(self._progress)

@@ -444,7 +444,7 @@ def ask_while_computing() -> None:
         loader = DistributedDataLoader(plan, CPU)
         with (
             mock.patch.object(Prefetch, "is_ready", is_ready),
-            mock.patch.object(data_loader, "_are_alike", wraps=data_loader._are_alike) as asked,
+            mock.patch.object(data_loader, "are_alike", wraps=data_loader.are_alike) as asked,
         ):
             rows = []
             while (passes := loader.next()) is not None:

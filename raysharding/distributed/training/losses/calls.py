@@ -13,7 +13,7 @@ from torch import nn
 from raysharding.models import is_transformers_model
 
 LossFunction = Callable[..., Any]
-"""`loss(output, ...)`: see `call_on_output` for its arguments, `whole_batch.loss_of_batch` for what it returns."""
+"""`loss(output, ...)`: takes the arguments of the call that it names; for its results see `loss_of_batch`."""
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor | float | None]
 """A sum over this rank's rows, and what the sum over all ranks is divided by; `None` for a sum."""
 

@@ -51,11 +51,11 @@ class Reading:
     factors: list[torch.Tensor] = field(default_factory=list)
     """0-dim factors below the terms, which must be equal on all ranks."""
     is_ambiguous: bool = False
-    """See `RowCheck`."""
+    """True if this rank's one item does not show which dims hold rows."""
     has_graph: bool = True
     """False for pairs whose sums on this rank depend on no trainable parameter."""
     gave_gradient: bool = False
-    """See `Recorder`."""
+    """True if a tensor without a graph got one, so that the loss can be read."""
 
     def signature(self) -> str:
         """Return a text that is the same on every rank."""

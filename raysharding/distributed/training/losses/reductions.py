@@ -103,7 +103,7 @@ class _Rule:
     count: Callable[[Arguments, Dims], Count] = _results
     """What its mean is divided by, given `along`."""
     along: Dims = ()
-    """See `Reduction`."""
+    """Dims that it combines, which must not be those of the rows."""
     same_shape: tuple[str, ...] = ()
     """Arguments that must have the shape of the first: others are broadcast, and may meet other rows."""
     sums: bool = False

@@ -101,7 +101,7 @@ class RowCheck:
         self.factors: list[torch.Tensor] = []
         """0-dim factors below the reductions, which must be equal on all ranks."""
         self.is_ambiguous = False
-        """True if it cannot be told from this rank's one item which dims hold rows."""
+        """True if this rank's one item does not show which dims hold rows."""
 
     def check(self, reduction: Reduction) -> None:
         """Check the inputs of a loss function.

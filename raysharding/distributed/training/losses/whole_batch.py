@@ -118,7 +118,8 @@ def loss_of_batch(
     Args:
         module: The sharded root module.
         batch: This rank's part of the call, on any device.
-        loss: `None` for the output's `.loss`. Otherwise called as by `calls.call_on_output`. It returns
+        loss: `None` for the output's `.loss`; or a function of the output, and of the arguments of the call that it
+            names. It returns
 
             - a scalar: a linear combination of means that torch states: `cross_entropy`, `mse_loss` and torch's other
               loss functions with `reduction="mean"`, and `mean()` over all elements of what keeps rows apart;
@@ -263,8 +264,8 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, readi
         raise UnreadableLossError(first)
     if not any(row[5] for row in rows):
         raise refuse("no rank's loss has a graph: no trainable parameter has a part in it")
-    told = [row for row, num_rows in zip(rows, batch.rows or (1,) * len(rows), strict=True) if num_rows]
-    if len(rows) > 1 and all(row[4] for row in told):
+    with_rows = [row for row, num_rows in zip(rows, batch.rows or (1,) * len(rows), strict=True) if num_rows]
+    if len(rows) > 1 and all(row[4] for row in with_rows):
         raise refuse(
             "every rank has one row, so it cannot be told which dims hold rows after a reshape or a broadcast: use "
             "unsqueeze and squeeze with a dim, and tensors of as many dims"
@@ -305,15 +306,15 @@ def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: 
     outputs = () if has_roots else tuple(recorded.outputs())
     # A dummy row has factors of its own, and does not count.
     counting = batch.rows if any(batch.rows) else (1,) * len(table)
-    told = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
+    fixed_of = [row[2 * num_terms :] for row, rows in zip(table, counting, strict=True) if rows]
     sums, counts = table[:, : 2 * num_terms].sum(0).split(num_terms)
-    differs = (torch.stack(told) != told[0]).any()
+    differs = (torch.stack(fixed_of) != fixed_of[0]).any()
     return BatchLoss(
         output=None if recorded.with_backward else recorded.output,
         names=tuple(term.name for term in terms),
         is_sum=is_sum,
         counts=counts,
-        numbers=HostCopy(torch.cat([differs[None], is_sum, sums, counts, told[0][: num_terms + 1]])),
+        numbers=HostCopy(torch.cat([differs[None], is_sum, sums, counts, fixed_of[0][: num_terms + 1]])),
         roots=roots,
         terms=tuple(terms),
         shares=shares,
@@ -375,9 +376,9 @@ def _by_label_counts(module: nn.Module, batch: RankBatch, with_backward: bool, r
     """Return the loss of a model that divides by `num_items_in_batch`: a sum over labels; collective.
 
     Args:
-        module: As for `loss_of_batch`.
-        batch: As for `loss_of_batch`.
-        with_backward: As for `loss_of_batch`.
+        module: The sharded root module.
+        batch: This rank's part of the call, on the module's device.
+        with_backward: False where no backward follows.
         refusal: Why the loss cannot be read, if that was tried.
     """
     counts = _count_labels(module, batch)
