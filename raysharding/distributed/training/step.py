@@ -102,7 +102,7 @@ class Accumulation:
         self._names: tuple[str, ...] = ()
         self._first_on_device: torch.Tensor | None = None  # as `_first`, which a copy would wait for
         # fp64, on the CPU. One a term, but for `_fixed`, which ends with the constant.
-        self._is_sum = self._sums = self._counts = self._first = self._fixed = torch.zeros(0, dtype=torch.float64)
+        self._is_sum = self._sums = self._counts = self._first = self._fixed = torch.zeros(1, dtype=torch.float64)
 
     def scales(self, loss: BatchLoss) -> torch.Tensor:
         """Return the factor of each term's gradient in the next backward: of this rank's N.
@@ -159,20 +159,16 @@ class Accumulation:
             raise EmptyBatchError(f"nothing counts in {', '.join(empty)} of this batch, on any rank; skip this batch")
         first = loss.counts if self._first_on_device is None else self._first_on_device
         self._first_on_device = torch.where(first > 0, first, loss.counts)
-        if self.num_passes:
-            self._first = torch.where(self._first > 0, self._first, counts)
-            self._sums, self._counts = self._sums + sums, self._counts + counts
-        else:
-            self._first, self._sums, self._counts = counts, sums, counts
+        self._first = torch.where(self._first > 0, self._first, counts)
+        self._sums, self._counts = self._sums + sums, self._counts + counts
         self.num_passes += 1
         self.is_reduced = is_reduced
         return self._loss(sums, counts)
 
     def loss(self, before: Accumulation | None = None) -> float:
         """Return the loss over all passes, or over those since the copy `before`; NaN without counted items."""
-        if before is not None and before.num_passes:
-            return self._loss(self._sums - before._sums, self._counts - before._counts)
-        return self._loss(self._sums, self._counts) if self.num_passes else math.nan
+        since = before or Accumulation()
+        return self._loss(self._sums - since._sums, self._counts - since._counts) if self.num_passes else math.nan
 
     def _empty(self, counts: torch.Tensor) -> list[str]:
         """Return the names of the means with a count of 0."""
@@ -210,11 +206,10 @@ class Accumulation:
             raise ValueError(
                 "the gradients were not reduced: the last forward_backward before optim_step must have sync=True"
             )
-        if empty := self._empty(self._counts):
-            raise EmptyBatchError(
-                f"nothing counts in {', '.join(empty)} in any of the accumulated batches, on any rank"
-            )
         if self.num_passes:
+            if empty := self._empty(self._counts):
+                names = ", ".join(empty)
+                raise EmptyBatchError(f"nothing counts in {names} in any of the accumulated batches, on any rank")
             _check_gradients(module)
         if self.num_passes > 1:
             scale_gradients(module, self.last_scale())
