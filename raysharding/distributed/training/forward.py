@@ -49,13 +49,10 @@ class Forwarding:
         Raises:
             Exception: Any error of the module; if all ranks raise the same, later calls are correct.
         """
-        reduced: tuple[str, ...] = ()
-        local: tuple[str, ...] = ()
         with using_group(group_of(self._module)), recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
                 value, reduced = self._over_passes(batch)
-            if batch.rows:
-                local = self._settle(value, batch)
+            local = self._settle(value, batch)
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 
     def _over_passes(self, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:

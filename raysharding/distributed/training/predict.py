@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -224,8 +225,7 @@ class Prediction:
         with agreeing():
             self._raise_kept()
         if self.is_over and self._files is not None:
-            files = self._files
-            from_rank_0(lambda: files.check_complete(self.parts))
+            from_rank_0(partial(self._files.check_complete, self.parts))
         return left - self._left, num_rows
 
     def close(self) -> None:
