@@ -337,12 +337,11 @@ def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
-    if value[_KIND] == "tuple":
-        return tuple(decode(item, tensors) for item in value["items"])
+    if value[_KIND] in ("tuple", "counter"):
+        items = (decode(item, tensors) for item in value["items"])
+        return tuple(items) if value[_KIND] == "tuple" else Counter(items)
     if value[_KIND] == "float":
         return float(value["item"])
-    if value[_KIND] == "counter":
-        return Counter(value["items"])
     if value[_KIND] == "dict":
         return {key: decode(item, tensors) for key, item in value["items"].items()}
     if value[_KIND] == "place":

@@ -249,12 +249,14 @@ class DistributedDataLoader:
         try:
             if self._ahead is None:
                 self._ahead = Prefetch(self._items(), self._depth)
+            item: _Item = None
             try:
-                item = self._item(self._ahead, wait=wait)
+                while item is None:  # `None` marks skipped rows: the thread makes progress
+                    if not (wait or self._ahead.is_ready()):
+                        return None
+                    item = self._ahead.take(self._plan.stall_s)
             except StopIteration:
                 return _Taken(None)
-            if item is None:
-                return None
             parts = self._parts_of(item) if isinstance(item, StepBatch) else item
             for part in parts:
                 self._bounds.check(part, self._rank, "data")
@@ -265,13 +267,6 @@ class DistributedDataLoader:
     def _parts_of(self, batch: StepBatch) -> list[RankBatch]:
         whole = self._rank_batch(batch.rows, batch.counts)
         return [part.collated() for part in whole.parts(self._num_parts)]
-
-    def _item(self, ahead: Prefetch[_Item], *, wait: bool) -> _Item:
-        while wait or ahead.is_ready():
-            item = ahead.take(self._plan.stall_s)
-            if item is not None:  # `None` marks skipped rows: the thread makes progress
-                return item
-        return None
 
     def _look_ahead(self) -> None:
         """Start the vote on whether the next batch is ready; collective and asynchronous."""
