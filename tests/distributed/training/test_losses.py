@@ -31,7 +31,7 @@ from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.forward import Forwarding
-from raysharding.distributed.training.losses.recording import run_recorded
+from raysharding.distributed.training.losses.calls import run_recorded
 from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
 from raysharding.errors import UnreadableLossError
 from tests.distributed.training.loss_expressions import composed, evaluated

@@ -23,14 +23,15 @@ from raysharding.distributed.comm import HostCopy, all_gather_ints, all_gather_j
 from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once, without_trace
 from raysharding.distributed.training.losses.calls import (
     LossFunction,
+    Recorded,
     call_model,
     is_compiled,
     loss_of,
     positions_of,
+    run_recorded,
     takes,
 )
 from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
-from raysharding.distributed.training.losses.recording import Recorded, run_recorded
 from raysharding.distributed.training.losses.rows import RowCheck, refuse
 from raysharding.errors import UnreadableLossError
 from raysharding.models import is_transformers_model
