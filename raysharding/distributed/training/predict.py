@@ -405,15 +405,12 @@ class Prediction:
         # Every rank calls this, without rows or after an error too: the others would wait in the all-gather.
         found = all_gather_json("" if table is None else schema_as_text(table.schema))
         schemas = [schema_from_text(one) for one in found if one]
-
-        def agreed() -> Any:
-            schema = unify_schemas(schemas, self._plan.maker)
-            if self._files is not None:
-                check_types(schema, self._key_types, self._plan.keys, self._plan.named)
-            return schema
-
-        # All ranks see the same schemas, and keep the same error; an earlier error of a rank is raised in its place.
-        return self._or_kept(agreed) if schemas else None
+        if not schemas:
+            return None
+        schema = unify_schemas(schemas, self._plan.maker)  # all ranks see the same schemas, and raise alike
+        if self._files is not None:
+            check_types(schema, self._key_types, self._plan.keys, self._plan.named)
+        return schema
 
     def _fitted(self, table: Any) -> Any:
         """Return the table of a batch with the types of the file; without files, with its own."""
