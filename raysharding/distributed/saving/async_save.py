@@ -1,7 +1,15 @@
 """`AsyncSaver`: saves that are written in the background, while training continues.
 
 Note [Background]: training stops only while each rank copies its shards to host memory. A thread on each rank writes
-the copies, and communicates over a gloo group of its own: messages of two threads in one group would be mixed up.
+the copies, and communicates over a group of its own: messages of two threads in one group would be mixed up. It is of
+gloo, also where training uses NCCL: the copies are in host memory, and torch calls it unsafe to use several groups of
+NCCL at once.
+
+Note [Owners]: what each thread uses.
+    The caller's thread runs the collectives of the training group (`begin_save`, `agreeing`), and is the only one that
+    reads the module's shards. `prepare` starts a thread that allocates the buffers of `HostMemory`; `save` joins it
+    before it copies into them. The writing thread reads these buffers until it ends: the next save waits for it
+    (`settle`) before anything else, as its copies overwrite them. It uses the module for its configuration alone.
 """
 
 from __future__ import annotations
@@ -93,7 +101,7 @@ class AsyncSaver:
         self.settle()
         save = begin_save(module, destination, optimizer, position, stall_s)
         try:
-            group = self._own_group(stall_s)
+            group = self._own_group(stall_s)  # on this thread: it may be made here, a collective of the training group
             if self._preparing is not None:
                 self._preparing.join()  # it allocates memory, and does not wait for other ranks
             # Memory may be short on one rank alone: the threads of the others would wait for its messages.
@@ -102,6 +110,8 @@ class AsyncSaver:
         except BaseException as error:
             save.discard(error)
             raise
+        # The copies are in host memory, so their messages are gloo's. The thread has no reference to shards or optimizer
+        # state, which a load may replace meanwhile.
         copy = replace(save, contents=contents, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)
@@ -163,7 +173,8 @@ class AsyncSaver:
         if self._group is None:
             with nobody_connects_later():
                 timeout = timedelta(seconds=stall_s)
-                self._group = dist.new_group(backend="gloo", timeout=timeout)  # all ranks: of a `ShardedModelGroup`
+                # Of all ranks, which all make this call: those of a `ShardedModelGroup`, the only user of this class.
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
         return self._group
 
     @property
@@ -200,13 +211,14 @@ def _run(save: Save, entry: BackgroundSave, group: dist.ProcessGroup) -> None:
         _drop_frames(error)
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")
         entry.error = error
-    entry.is_done = True
+    entry.is_done = True  # last: a thread that reads True reads the outcome, too
 
 
 def _drop_frames(error: BaseException | None) -> None:
     """Drop the frames of an error and of what led to it: they keep the process group alive, and its connections open.
 
-    After the group is destroyed, a thread of another rank that waits for this rank would wait on.
+    gloo closes them when the last reference is gone. Until then, also after `destroy_process_group`, a thread of
+    another rank that waits for this rank would wait on.
     """
     while error is not None:
         error.__traceback__ = None

@@ -224,7 +224,8 @@ class HostMemory:
         copied = {name: self._copy((kind, name), tensor) for name, tensor in tensors.items()}
         for device in {local_tensor(tensor).device for tensor in tensors.values()}:
             if is_accelerator(device):
-                # The copies are asynchronous, and the shards may change after this returns.
+                # Copies into pinned memory are asynchronous. Later kernels of this stream, such as an optimizer step, come
+                # after them in any case; the thread that reads the copies on the host is ordered by nothing else.
                 device_module(device).current_stream(device).synchronize()
         return copied
 
@@ -381,6 +382,8 @@ class Save:
         try:
             options = (self.staging, self.device, self.stall_s, on_round)
             files = (contents.layout, contents.file_name, self.destination.token)
+            # Each line ends in an exchange of errors: rank 0 goes on only after all ranks have closed and synced their
+            # files, and an error is raised on every rank, so that rank 0 removes what is there.
             written = write_tensors(contents.tensors, *options, *files)
             self._write_state(on_round)
             from_rank_0(partial(self._finish, written))

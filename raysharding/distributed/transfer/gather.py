@@ -210,7 +210,8 @@ class Gather:
                 continue
             if rank == sender:
                 pieces = self._pieces(destination, section)
-                staged += pieces  # must live until the round's wait
+                # Until the round's wait: then the current stream is behind the messages, and may reuse the memory.
+                staged += pieces
                 ops += [dist.P2POp(dist.isend, piece, group=group, group_peer=destination) for piece in pieces]
                 self.wire_bytes += section.num_bytes
             elif rank == destination:

@@ -1,4 +1,16 @@
-"""`RunningCall`: sends one call to all ranks, waits for them under its deadline, and judges how it ended."""
+"""`RunningCall`: sends one call to all ranks, waits for them under its deadline, and judges how it ended.
+
+Note: why the ranks' collectives match.
+    All ranks run the same commands in one order. The queue runs one call at a time; a command goes to a rank only when
+    every rank has finished the one before, and a rank that has not finished in time ends the group. The controller
+    alone sends commands, and an actor runs them on one thread (the concurrency group `work`). A rank that fails inside
+    a command leaves the others waiting in a collective. They get a while (`drain_s`) to fail by themselves, by a lost
+    connection, say; if one does not, the group is BROKEN, and ending the processes ends the wait.
+
+Note: no change is missed.
+    All methods run on the controller's event loop. A waiter takes the event that it waits for without an `await` since
+    it has checked its condition: a later change sets that event.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +62,7 @@ class Verdict:
 
 @dataclass
 class RunningCall:
-    """One call on its way through the ranks."""
+    """One call while the ranks run it."""
 
     submission: Submission
     """The call."""
@@ -108,7 +120,10 @@ class RunningCall:
         return self._judge()
 
     async def item(self, index: int) -> Item:
-        """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
+        """Wait for one part of the result; `None` if the call ends without it.
+
+        To ask for a part says that those before it have arrived.
+        """
         self._num_taken = max(self._num_taken, index)
         if self.submission.hands_on_steps:
             # The driver has them: each would hold a bucket of a `state_dict` in the object store.
@@ -136,7 +151,7 @@ class RunningCall:
     def _change(self) -> None:
         """Wake all who wait for a part, or for its being taken."""
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # those who wake check again, and wait for the next change
 
     async def _handed_on(self) -> bool:
         """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
@@ -160,7 +175,8 @@ class RunningCall:
         members, made = self.ranks.members, [self._command(method, part) for part in self.submission.parts]
         commands = made * len(members) if len(made) == 1 else made
         if any(refs for _, refs in commands):
-            # All ranks hold their arguments before one enters a collective.
+            # All ranks hold their arguments before one enters a collective: a rank whose arguments are lost with their
+            # owner would not come. (As arguments of `run`, Ray would bring them to each rank at its own time.)
             pairs = zip(members, commands, strict=True)
             await self._gather([member.actor.fetch.remote(self.number, **refs) for member, (_, refs) in pairs])
             if self._seen:
@@ -194,6 +210,8 @@ class RunningCall:
         """
         self.finished.clear()
         for rank, ref in enumerate(replies):
+            # The callback holds the reference of the result, and then `_sent` and `_items`, until the driver has it:
+            # without one Ray drops the object.
             result = results[rank] if results else None
             asyncio.wrap_future(ref.future()).add_done_callback(partial(self._on_reply, rank, result))
         while self._unfinished():
@@ -211,9 +229,9 @@ class RunningCall:
         self._seen += [failures.rank_stopped(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
 
     def _on_reply(self, rank: int, result: ray.ObjectRef | None, future: asyncio.Future[Any]) -> None:
-        error = future.exception()
+        error = future.exception()  # asked for in any case: asyncio complains of errors that nobody takes
         if self.is_over:
-            return
+            return  # of a rank that was waited for no longer: the call is judged
         if error is not None:
             self._on_ray_error(rank, error)
         elif result is not None:
@@ -243,10 +261,13 @@ class RunningCall:
             self._seen.append(failures.rank_stopped(self.ranks.members[rank].info, self.phase(rank)))
             return
         if isinstance(error, ray.exceptions.RayActorError):
+            # The first report of a death comes back here through the controller, as `self.died`; a death that was known
+            # before the call does not.
             self.ranks.died(rank, error)
-            if all(one.failure.rank != rank for one in self._seen):  # it was known before the call
+            if all(one.failure.rank != rank for one in self._seen):
                 self.died(rank, error, is_made=True)
             return
+        # The command did not run on this rank, while the others may wait for it in a collective.
         info = self.ranks.members[rank].info
         message = f"Ray could not deliver the arguments to the rank: {error}"
         failure = RankFailure(
@@ -265,6 +286,7 @@ class RunningCall:
         self._seen.append(observed)
         self._change()
         self._step_changed.set()
+        # The earliest end counts: a death after an error shortens the wait, an error after a death does not extend it.
         until = time.monotonic() + patience_s
         self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 
@@ -311,6 +333,7 @@ class RunningCall:
         error = failures.judge(self._seen, f"{method} on {self.name}", self._is_late, self._arrived)
         outcome = failures.failed(self._seen, error, world_size)
         everyone = len(self.finished) == world_size and not self.ranks.dead
+        # A rank that has not finished may be inside a collective: no later call can run beside it.
         if everyone and not self._has_begun:  # arguments were lost, say, with their driver: the ranks are as before
             return Verdict(outcome, resets_next=self.resets)
         if everyone and failures.leaves_intact(method, self._seen, self._changes.values(), world_size):
