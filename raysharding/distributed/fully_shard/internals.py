@@ -5,9 +5,9 @@ Also: what an FSDP module refuses while full parameters are registered in place 
 Note: what FSDP2 keeps, as of torch 2.11 to 2.13.
     Each module that `fully_shard` was called with has a state (`FSDPState`), which has groups (`FSDPParamGroup`). A
     parameter of a group is two objects. `sharded_param` is the DTensor that an optimizer holds. `_unsharded_param` is
-    made by the first all-gather and stays: `reshard` frees its storage, and `unshard` allocates it again. One of the two
-    is registered in the module: code that reads `module.parameters()` after a forward may get objects whose values the
-    next `reshard` drops.
+    made by the first all-gather and stays: `reshard` frees its storage, and `unshard` allocates it again. One of the
+    two is registered in the module: code that reads `module.parameters()` after a forward may get objects whose values
+    the next `reshard` drops.
 
     `_training_state`, of states and of groups, says which hook ran last: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD.
     After an exception it stays as it is. A group in FORWARD that is to stay gathered behind the forward

@@ -110,8 +110,8 @@ class AsyncSaver:
         except BaseException as error:
             save.discard(error)
             raise
-        # The copies are in host memory, so their messages are gloo's. The thread has no reference to shards or optimizer
-        # state, which a load may replace meanwhile.
+        # The copies are in host memory, so their messages are gloo's. The thread reads neither shards nor optimizer
+        # state, which training changes meanwhile.
         copy = replace(save, contents=contents, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)

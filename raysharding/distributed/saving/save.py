@@ -224,8 +224,8 @@ class HostMemory:
         copied = {name: self._copy((kind, name), tensor) for name, tensor in tensors.items()}
         for device in {local_tensor(tensor).device for tensor in tensors.values()}:
             if is_accelerator(device):
-                # Copies into pinned memory are asynchronous. Later kernels of this stream, such as an optimizer step, come
-                # after them in any case; the thread that reads the copies on the host is ordered by nothing else.
+                # Copies into pinned memory are asynchronous. Later kernels of this stream, such as an optimizer step,
+                # come after them in any case; the thread that reads the copies on the host is ordered by nothing else.
                 device_module(device).current_stream(device).synchronize()
         return copied
 

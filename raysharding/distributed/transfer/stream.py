@@ -135,9 +135,9 @@ class ReadAhead:
             TimeoutError: Nothing was read for `timeout_s`, or other ranks did not take earlier buckets.
         """
         if len(self._copied) == len(self.slots):
-            # The bucket before in this slot. Its copy waits for `Slot.sent`, and so for other ranks; the offering thread
-            # waits for the copy, without a deadline. Waited for here, too, a hang of another rank is not reported as
-            # that of the disk.
+            # The bucket before in this slot. Its copy waits for `Slot.sent`, and so for other ranks; the offering
+            # thread waits for the copy, without a deadline. Waited for here, too, a hang of another rank is not
+            # reported as that of the disk.
             wait_for_event(self._copied[0], timeout_s)
         self._wait(timeout_s, reading)
         copied = self.slots[self._taken % len(self.slots)].copied

@@ -201,8 +201,8 @@ class CallQueue:
         """Queue a call; a call that is refused has ended."""
         call = QueuedCall(driver, submission)
         # Held while the leader of a pair waits for the follower's answer: another pair that was queued meanwhile could
-        # stand before this one here and behind it there (Note [Order of copies]). Groups never wait for these locks in a
-        # circle, because a leader has a smaller actor id than its follower.
+        # stand before this one here and behind it there (Note [Order of copies]). Groups never wait for these locks in
+        # a circle, because a leader has a smaller actor id than its follower.
         async with self._accepting:
             self._known[driver.key, key] = call
             if (refused := self._refusal(call)) is not None:
