@@ -289,7 +289,7 @@ class RankBatch:
         return parts
 
     def resized(self, num_rows: int) -> RankBatch:
-        """Return the same call on this rank's first `num_rows` rows, whole items; see `Split.resized`."""
+        """Return the same call on this rank's first `num_rows` rows, whole items, repeated if there are fewer."""
         batch = self._with_splits(lambda split: split.resized(num_rows))
         return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
 
@@ -437,7 +437,7 @@ def deal(
 
     Raises:
         ValueError: Splits have unequal row counts or no rows, or differ in `rows_per_item`, by which their rows must
-            divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows (see `Same`), or a
+            divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows and is no `Same`, or a
             `PerRank` has the wrong length. The error names the argument and the values found.
     """
     found = _found(args, kwargs, positions)

@@ -50,7 +50,7 @@ class TextFiles(RowFiles):
     def open(
         cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
     ) -> Self:
-        """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
+        """Read the files once, to find rows and types, those that fit the whole column.
 
         A column that is not read may hold values of any types. Times and dates are text, as they are in the file. A
         column of CSV is text if an integer in it begins with 0, does not fit int64, or is another number as float64.
@@ -97,7 +97,7 @@ class TextFiles(RowFiles):
         return cls(directory, files, columns, schema_as_text(arrow.schema(types)), tuple(blocks))
 
     def check_seen(self) -> None:
-        """See `RowFiles.check_seen`. Reads the size of the first file, which may have grown."""
+        """Check that this process sees the same files as rank 0, by the size of the first one, which may have grown."""
         end = max(start + num_bytes for file, start, num_bytes, _ in self.blocks if file == self.blocks[0][0])
         path = self.files[self.blocks[0][0]]
         with reading(path):

@@ -417,7 +417,7 @@ class ShardedModelGroup:
         Raises:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
-            UnreadableLossError: See `loss`. The group is READY.
+            UnreadableLossError: It is not known how `loss` averages over the rows. The group is READY.
             GroupError: The model or the loss raised.
             ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode`
                 or a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
@@ -616,7 +616,7 @@ class ShardedModelGroup:
 
         The rows of a step depend on data, batch size and seed, not on the number of ranks. Ctrl-C ends the run after
         the steps in progress, and leaves the group READY; a second one raises at once. A group that breaks is restarted
-        up to `max_restarts` times (see `from_checkpoint`), and continues from the last save. One `fit` runs on a group
+        up to `max_restarts` times, an option of the group, and continues from the last save. One `fit` runs on a group
         at a time; calls that change the model are refused during it, and others run between two steps.
         docs/pages/training.md (Runs) says what each option does.
 
@@ -657,7 +657,7 @@ class ShardedModelGroup:
 
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
-            SystemExit: SIGTERM ended the run; see `save_on_signal`.
+            SystemExit: SIGTERM ended the run, after a save with `save_on_signal`.
             KeyboardInterrupt: Ctrl-C ended the run; its `__cause__` is the CheckpointError of a save that failed.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, is empty, or is not that of the run that is resumed. The group is READY.
@@ -785,7 +785,7 @@ class ShardedModelGroup:
 
         Returns:
             With `output` a `PredictReport`. Without it a `pyarrow.Table`; or, if the result is larger than
-            `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store, which
+            the group's `max_output_bytes`, a `ray.data.Dataset` over the tables in the object store, which
             end with the group.
 
         Raises:
@@ -1047,7 +1047,7 @@ class ShardedModelGroup:
 
         In a notebook, the output of the cell is updated while other cells run. On a terminal, the lines on stderr are
         drawn again; in a log, there is a line when the state changes or a `fit` reports steps. The ranks are probed
-        (see `status`) once per `refresh_s` while the view lasts, and not otherwise. A group has one view: another
+        as by `status` once per `refresh_s` while the view lasts, and not otherwise. A group has one view: another
         `watch` ends the earlier one.
 
         Args:

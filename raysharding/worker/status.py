@@ -210,6 +210,6 @@ def check_mode(mode: str | None, *, default: str) -> None:
 
 
 def is_training(mode: str | None, *, default: str) -> bool:
-    """Return True if a call runs the modules in train mode; see `check_mode`."""
+    """Return True if a call runs the modules in train mode. Raises as `check_mode`."""
     check_mode(mode, default=default)
     return (mode or default) == "train"

@@ -128,13 +128,13 @@ class Trainer:
                     self.position = load_training(self._status.loaded)
 
     def set_scheduler(self, schedule: Schedule) -> tuple[str, str]:
-        """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.
+        """Give the optimizer a learning-rate schedule, at the step of the one that it replaces.
 
         Args:
             schedule: Called with the optimizer; returns the schedule.
 
         Returns:
-            The texts of `attach_schedule`.
+            Texts, of a schedule that replaces another: how it continues, and a warning, as of `attach_schedule`.
 
         Raises:
             ValueError: No optimizer is set, or `schedule` did not return a schedule.
@@ -374,7 +374,7 @@ class Trainer:
         """Add an evaluation to the run's position, which the run's saves hold. No collective.
 
         Args:
-            evaluation: See `Position.evaluations`.
+            evaluation: Its step and metrics, as an entry of `Position.evaluations`.
 
         Returns:
             Columns of the data that this rank has dropped in its last evaluation, since the model does not take them.

@@ -107,8 +107,8 @@ class Worker:
         Args:
             model: `None` (class from config.json), a transformers auto class's name, or a callable.
             checkpoint: Headers and config of the files; the same on every rank.
-            sharding: See `Sharding`.
-            loading: See `Loading`. `build` uses its dtype; `load` uses the rest.
+            sharding: How to shard the module. Default: `Sharding()`.
+            loading: How to load it. `build` uses its dtype; `load` uses the rest. Default: `Loading()`.
         """
         with self.status.running("plan", "build"):
             self.checkpoint, self._sidecars = checkpoint, Sidecars(checkpoint.directory)
@@ -168,14 +168,14 @@ class Worker:
         return self.load_report
 
     def copy_weights(self, spec: CopySpec, node_ip: str) -> dict[str, Any]:
-        """Copy the weights of one group into another; collective over the ranks of both. See `WeightCopy`.
+        """Copy the weights of one group into another; collective over the ranks of both.
 
         Args:
             spec: The copy, which says whether this rank's group is the source.
             node_ip: Address of this node.
 
         Returns:
-            Figures of this rank, see `CopyReport`.
+            Figures of this rank, of which the driver makes the `CopyReport`.
 
         Raises:
             PlanError: On all ranks of both groups: the modules do not fit together.
@@ -394,7 +394,7 @@ class Worker:
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
             keep_last: Number of saves of this series to keep, this one included.
             dtype: Dtype of the floating tensors in the files. Default: their own.
-            token: See `Destination`.
+            token: Unique identifier of the save; rank 0's is used. Default: a new one.
 
         Returns:
             The report; of a save in the background its number, for `status.saver`.

@@ -98,8 +98,9 @@ def read_json(
         directory: Path or URI.
         name: Name of the file.
         called: What an error calls the file besides its path, with a space behind it.
-        strict: See `parse_object`. Not for configs, which transformers reads in Python's JSON dialect: those of Mamba
-            hold Infinity.
+        strict: Refuse what Python's JSON dialect adds to JSON. Not for configs, which transformers reads in that
+        dialect:
+            those of Mamba hold Infinity.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a JSON object.

@@ -20,7 +20,7 @@ class FileReader:
 
     Files are opened at their first read and stay open until `close`. Reads share no file offset, so threads read the
     same file at once. Local bytes land in the caller's memory, without a buffer between; remote ones pass through the
-    memory of the requests in flight, see `RemoteOptions`.
+    memory of the requests in flight.
 
     Args:
         files: `Checkpoint.files` of what `open_checkpoint` returned, on a machine that sees the same files.

@@ -83,7 +83,7 @@ class RemoteOutput:
     def __init__(self, path: str, options: RemoteOptions = DEFAULT_REMOTE) -> None:
         self._path = path
         self._part_bytes = options.part_bytes
-        # pyarrow retries parts (see Note [Retries]); this deadline covers all tries of one part.
+        # pyarrow retries parts (Note [Retries] in `requests.py`); this deadline covers all tries of one part.
         self._timeout_s = (options.request_s + _STALL_S) * options.num_tries
         self._storage = remote_storage(options)
         self._stream = self._storage.open_output(path)
@@ -94,7 +94,7 @@ class RemoteOutput:
         self._sending: Future[Any] | None = None
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """See `LocalOutput`."""
+        """Write bytes at an offset of the object, which are sent in order. Thread-safe."""
         with self._lock:
             if offset != self._next:
                 self._early[offset] = bytes(view)
@@ -104,14 +104,14 @@ class RemoteOutput:
                 self._append(memoryview(data))
 
     def finish(self) -> None:
-        """See `LocalOutput`."""
+        """Send the last part, and make the object visible to readers: the caller has written every byte."""
         assert not self._early, "every byte was written"
         self._send(partial(self._stream.write, self._part))
         self._send(self._stream.close)
         self._wait()
 
     def abort(self) -> None:
-        """See `LocalOutput`. A stream cannot be discarded: it is closed and its object removed; no index names it."""
+        """Close the stream, which cannot be discarded, and remove its object, which no index names."""
         with suppress(OSError, CheckpointError):  # the error that led to the abort is the one to report
             with suppress(CheckpointError):
                 self._wait()

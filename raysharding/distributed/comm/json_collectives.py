@@ -36,7 +36,7 @@ _EXIT_S = 0.05
 
 @functools.cache
 def let_gloo_end() -> None:
-    """Make the exit of this process leave the GIL to gloo's threads for a moment, once; see Note [Exit]."""
+    """Make the exit of this process leave the GIL to gloo's threads for a moment, once (Note [Exit])."""
     atexit.register(time.sleep, _EXIT_S)
 
 

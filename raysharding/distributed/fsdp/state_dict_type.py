@@ -105,7 +105,7 @@ def set_state_dict_type(
 
     Raises:
         ValueError: A config of another type.
-        PlanError: From `load_state_dict`, see above.
+        PlanError: From `load_state_dict`, as above.
         RuntimeError: From `state_dict` and `load_state_dict` in the full form, inside `summon_full_params`.
     """
     configs: list[Any] = []

@@ -85,7 +85,7 @@ class AsyncSaver:
         Memory: a copy of this rank's shards in host memory, which is reused by the next save.
 
         Args:
-            module: See `save_checkpoint`, also for the other arguments.
+            module: The sharded module.
             destination: Destination of the save.
             optimizer: Optimizer whose state is saved, too.
             position: Position of a run over data.
@@ -140,9 +140,9 @@ class AsyncSaver:
         twice as long.
 
         Args:
-            module: See `save`.
-            optimizer: See `save`; after its first step, which makes its state.
-            stall_s: See `save`.
+            module: The sharded module.
+            optimizer: Optimizer whose state is saved, after its first step, which makes the state.
+            stall_s: Longest wait for one round of messages, in seconds.
         """
         if self._preparing is not None or self._saves:
             return
@@ -188,7 +188,7 @@ class AsyncSaver:
         return self._saves.get(number)
 
     def settle(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
-        """Wait for the end of the running save, which has its own deadlines; see `status` for the outcome.
+        """Wait for the end of the running save, which has its own deadlines; `status` has the outcome.
 
         Args:
             on_wait: Called repeatedly during the wait.

@@ -254,7 +254,7 @@ class _Writers:
         if self.error is None:
             try:
                 self._write(name, first, values)
-            except Exception as error:  # noqa: BLE001 - see the class
+            except Exception as error:  # noqa: BLE001 - raised here, it would leave other ranks waiting in the gather
                 self.error = error
 
     def _write(self, source: str, first: int, values: torch.Tensor) -> None:
@@ -268,6 +268,6 @@ class _Writers:
             for writer in (*self._guests.values(), *self._files.values()):
                 writer.close()
             self.written = Manifest.of_files(self._files.values()).as_dict()
-        except Exception as error:  # noqa: BLE001 - see the class
+        except Exception as error:  # noqa: BLE001 - the ranks exchange it
             return error
         return None

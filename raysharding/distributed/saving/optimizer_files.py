@@ -47,10 +47,10 @@ def write_optimizer(
         tensors: Tensors of the snapshot.
         outline: Outline of the snapshot.
         staging: Temporary directory of the save.
-        device: See `write_tensors`, also for the other arguments.
+        device: Device of the messages.
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called with the bytes written so far.
-        token: Of the save.
+        token: Of the save; with a URI, part of the files' names.
 
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
@@ -95,8 +95,8 @@ def load_optimizer_state(
             (including the learning rate) are replaced. State that the save lacks is dropped.
         checkpoint: Path or URI of the save, or of a file in it.
         loading: Options of the transfer: `transport`, `verify`, buckets; dtypes stay as saved.
-        progress: See `load_checkpoint`.
-        stall_s: See `load_checkpoint`.
+        progress: Called on every rank as `progress(phase, bytes done, bytes in total, tensor)`.
+        stall_s: Longest wait for one bucket, in seconds.
 
     Returns:
         The same report on every rank. Cost as for `load_checkpoint`.

@@ -371,7 +371,7 @@ class Save:
     """Time of the call, by `time.perf_counter`."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
-        """Write and commit; collective. See `save_checkpoint`."""
+        """Write and commit; collective. Raises as `save_checkpoint`."""
         peak = MemoryPeak(self.device)
         contents, total = self.contents, self.contents.num_bytes
 
@@ -453,7 +453,7 @@ def begin_save(
     position: Position | None,
     stall_s: float,
 ) -> Save:
-    """Collect the contents of a save, and make the temporary directory; collective. See `save_checkpoint`."""
+    """Collect the contents of a save, and make the temporary directory; collective. Raises as `save_checkpoint`."""
     begun = perf_counter()
     module = unwrapped(module)
     reshard(module)

@@ -313,7 +313,7 @@ def gather_tensors(
         tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
             rank.
         ranks: Ranks that get the tensors.
-        device: Device of the messages, see `message_device`.
+        device: Device of the messages, as `message_device` returns it.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.
 
@@ -347,7 +347,8 @@ def gather_into(
 
     Args:
         full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
-        tensors: See `gather_tensors`, also for the other arguments.
+        tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
+            rank.
         ranks: Ranks that get the tensors.
         device: Device of the messages.
         bucket_bytes: Bytes in flight in one round, over all ranks.

@@ -7,7 +7,7 @@ Note: which ranks share.
     simulated by network namespaces count as different hosts. The buffers are followed by counters of progress.
 
 `Counters` replace messages of one byte: a message between two ranks wakes two threads on each side, a futex wakes only
-the waiting thread. Linux, see futex(2).
+the waiting thread (futex(2), on Linux).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int, mmap.mmap] 
 
     Args:
         data_bytes: Bytes at the start.
-        num_counters: Number of counters after them, see `counters_in`.
+        num_counters: Number of counters after them, at the start of a page.
     """
     if not has_futex():
         return None

@@ -245,7 +245,7 @@ class CheckpointSource(TensorSource):
 
     @property
     def num_bytes_read(self) -> int:
-        """See `TensorSource`."""
+        """Bytes read so far, over all threads."""
         return self.reader.num_bytes_read
 
     def _part_jobs(self, parts: Sequence[_Part], filled: Callable[[Sequence[Request]], None]) -> list[Job]:

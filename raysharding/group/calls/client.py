@@ -289,16 +289,17 @@ class Client:
     def submit_pair(
         self, other: Client, method: str, args: tuple[Any, Any], key: str, refused_beside: Mapping[str, str]
     ) -> tuple[Call, Call]:
-        """Submit a call of this group that runs together with one of another; see `controller/copy_pair.py`.
+        """Submit a call of this group that runs together with one of another.
 
-        Both groups have queued their part, or refused it, when this method returns.
+        Both groups have queued their part, or refused it, when this method returns. How their controllers let the parts
+        begin together: Note [Order of copies] in `controller/copy_pair.py`.
 
         Args:
             other: The other group.
             method: Name of the command.
             args: Its argument here and there, the same on every rank of a group.
             key: Identifies the pair.
-            refused_beside: See `Submission`; of the other group's part.
+            refused_beside: Kind of a claim → why the other group's part is refused beside it.
         """
         sides: list[tuple[Client, Any, Mapping[str, str]]] = [(self, args[0], {}), (other, args[1], refused_beside)]
         sides.sort(key=lambda side: actor_id(side[0].connection.controller))
@@ -334,7 +335,7 @@ class Client:
         return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
-        """Ask for one part of a call's result; see `RunningCall.item`."""
+        """Ask for one part of a call's result, which says that those before it have arrived."""
         self.connection.require_ray()
         future: concurrent.futures.Future[Item] = self.connection.controller.queue.remote(
             "item", self.connection.key, number, index

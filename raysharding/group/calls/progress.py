@@ -108,7 +108,7 @@ def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> No
         title: Label of the bar.
         num_bytes: Bytes in total, used until the ranks report their own total.
         option: A callable is called with the bytes done and the bytes in total, about five times a second and once at
-            the end. Else see `progress_bar`.
+            the end. Else as of `progress_bar`.
     """
     if callable(option):
         _watch(call, num_bytes, option)

@@ -74,13 +74,13 @@ class Identity:
     origin: str
     """Files that the group is made from."""
     lease_s: float | None
-    """See `Timeouts`."""
+    """Seconds without a poll of any driver after which the group ends; `None`: it never does for that."""
     drain_s: float
-    """See `Timeouts`."""
+    """Seconds for ranks to finish after another rank failed; then they are stopped."""
 
 
 class GroupController:
-    """See the module. "Driver" in arguments: the key of a driver that has called `attach`."""
+    """The actor. "Driver" in arguments: the key of a driver that has called `attach`."""
 
     def __init__(self, identity: Identity) -> None:
         """Begin as STARTING, or as BROKEN in a process that replaces one that has died.
@@ -274,7 +274,7 @@ class GroupController:
         return self._record.files
 
     async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
-        """Note how saves ended whose ranks are gone; see `Record.settled`."""
+        """Note how saves ended whose ranks are gone: `committed` of `tokens` are complete."""
         await self._record.settled(tokens, committed)
         self._bump()
         return self._record.files
@@ -285,13 +285,14 @@ class GroupController:
             self._break(error)
 
     async def take_claim(self, driver: str, what: str, key: str, generation: str) -> Outcome:
-        """Give a driver a claim, or return why it cannot have it; see `Drivers.take_claim`.
+        """Give a driver a claim, or return why it cannot have it.
 
         Args:
             driver: The driver.
             what: Kind of the claim.
             key: Key of the claim.
-            generation: See `Submission`. A `predict` changes nothing.
+            generation: `Snapshot.generation` as the driver knows it; only of a `fit`, since a `predict` changes
+            nothing.
         """
         if what == "fit" and generation != self._status.generation:
             return self._status.restarted()
@@ -304,7 +305,7 @@ class GroupController:
     async def probe(
         self, method: str, args: Sequence[Any], within_s: float, ranks: Sequence[int] | None = None
     ) -> ProbeReplies:
-        """Call a control method on ranks; see `Ranks.ask`."""
+        """Call a control method on ranks, also while they run a command; all replies together take `within_s`."""
         if self._ranks is None:
             return ProbeReplies({}, {})
         return await self._ranks.ask(method, *args, within_s=within_s, ranks=ranks)

@@ -161,7 +161,7 @@ def _misses_store(one: Observed) -> bool:
 
 
 def failed(seen: Sequence[Observed], error: GroupError, world_size: int) -> Outcome:
-    """Return the outcome of a failed call; see `raised_by`, which makes the caller's error of it."""
+    """Return the outcome of a failed call, of which the driver's `raised_by` makes the caller's error."""
     own = next((one.raised for one in seen if one.failure is error.primary), None)
     kinds = {one.failure.error_type for one in seen}
     is_common = len(kinds) == 1 and len({one.failure.rank for one in seen}) == world_size

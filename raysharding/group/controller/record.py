@@ -67,7 +67,12 @@ class Record:
         await self._write()
 
     async def load_ended(self, path: str, *, keeps_adapters: bool) -> None:
-        """Record that the ranks hold the contents of these files; see `Verdict`."""
+        """Record that the ranks hold the contents of these files.
+
+        Args:
+            path: Path or URI of the files.
+            keeps_adapters: True if they are the base only, on which the ranks keep their adapters.
+        """
         if keeps_adapters:
             self.files = replace(self.files, base=path)
         else:

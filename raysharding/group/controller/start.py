@@ -110,7 +110,7 @@ async def probe(
     reservation: Reservation | None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Any]:
-    """Ask every actor where it runs, once it has started; see `start_ranks`."""
+    """Ask every actor where it runs, once it has started. Arguments and errors are those of `start_ranks`."""
     asking = {start(reply(actor.probe.remote(plan.paths))): bundle for bundle, actor in enumerate(actors)}
     infos: dict[int, Any] = {}
     begun = time.monotonic()

@@ -344,7 +344,7 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint]) -> Opened:
 
 
 def _named_base(adapters: Checkpoint) -> str:
-    """Return the located hub id that adapter_config.json names; see SECURITY.md.
+    """Return the located hub id that adapter_config.json names.
 
     Raises:
         CheckpointError: It names nothing, or what a file must not choose for the caller: a path or a URI.

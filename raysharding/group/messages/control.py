@@ -1,4 +1,4 @@
-"""What a driver and a group's controller say to each other. See `group/controller`."""
+"""Messages between a driver and a group's controller."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FilesRecord:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The other part of a call that two groups run together; see `group/controller/copy_pair.py`."""
+    """The other part of a call that two groups run together, as a `CopyPair`."""
 
     key: str
     """Identifies the pair."""
@@ -98,13 +98,13 @@ class Submission:
     shared: Part | None = None
     """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `parts`."""
     output: OutputMode = "value"
-    """See `Command`."""
+    """`value`: each result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
     max_output_bytes: int | None = None
-    """See `Command`."""
+    """Cap on each packed result; `None` for results that are bounded otherwise."""
     watch_progress: bool = False
     """True if progress in bytes, which the ranks report, extends the deadline."""
     takes_steps: bool = False
-    """True if the call takes several steps; its result is rank 0's value of the last one. See `NEXT_STEP`."""
+    """True if the call may take several steps (`NEXT_STEP`); its result is rank 0's value of the last one."""
     hands_on_steps: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
     uses_gradients: bool = False
@@ -144,7 +144,7 @@ class Outcome:
     snapshot: Snapshot | None = None
     """The group after the call, if the call has changed what a snapshot says."""
     generation: str | None = None
-    """The generation that the error tells the driver of; see `Snapshot`."""
+    """`Snapshot.generation` after another driver's restart, of which the error tells; else `None`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +202,9 @@ class StartPlan:
     placement: Placement
     """Where the ranks may run."""
     place_s: float | None
-    """See `Timeouts`."""
+    """Longest wait for the ranks' resources, in seconds; `None` for the default of the cluster."""
     start_s: float
-    """See `Timeouts`."""
+    """Longest wait for the processes to start and finish their imports, in seconds."""
     paths: tuple[str, ...]
     """Files of the checkpoint; rank 0 runs on a node that sees them."""
     driver_node: str

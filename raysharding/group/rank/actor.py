@@ -175,7 +175,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def pin(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-        """Hold references to the blocks of a dataset; see `dataset_blocks.pin`."""
+        """Hold references to the blocks of a dataset, so that Ray keeps the blocks; `None` releases them."""
         from raysharding.group.rank.dataset_blocks import pin
 
         pin(key, refs)

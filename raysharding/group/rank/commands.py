@@ -55,7 +55,7 @@ from raysharding.worker import Worker, thread_state_restored
 _STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
 _IN_STEPS = ("state_dict", "evaluate")
-"""Commands that are generators; see `NEXT_STEP`."""
+"""Commands that are generators: the controller asks for the next value by `NEXT_STEP`."""
 
 
 class RankCommands:
