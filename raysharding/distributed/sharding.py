@@ -87,8 +87,8 @@ class DistModule(nn.Module):
         Args:
             state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
                 items load on access can be larger than memory. Ignored on the other ranks, which can pass an empty
-                dict. Extra state is set on every rank. `load_state_dict` post-hooks of the
-                modules run at the end; pre-hooks do not run, because no module gets a state dict of its own.
+                dict. Extra state is set on every rank. `load_state_dict` post-hooks of the modules run at the end;
+                pre-hooks do not run, because no module gets a state dict of its own.
             strict: True if missing and unexpected keys are errors. If False, missing tensors stay as they are.
             assign: False: tensors of the module keep dtype and device, and tensors on meta get memory on the device of
                 the mesh (torch would silently do nothing). True: new tensors with the incoming dtypes.

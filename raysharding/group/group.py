@@ -657,7 +657,7 @@ class ShardedModelGroup:
 
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
-            SystemExit: SIGTERM ended the run, after a save with `save_on_signal`.
+            SystemExit: With `save_on_signal`: SIGTERM ended the run, after a save.
             KeyboardInterrupt: Ctrl-C ended the run; its `__cause__` is the CheckpointError of a save that failed.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, is empty, or is not that of the run that is resumed. The group is READY.
