@@ -274,7 +274,7 @@ class PartFiles:
         path = join_path(self.directory, RECORD_NAME)
         file = storage_of(self.directory).open(path)
         try:
-            found = json.loads(read_bytes(file, 0, file.found.num_bytes))
+            found = json.loads(read_bytes(file, 0, file.stat.num_bytes))
         except ValueError as error:  # of JSON, or of its encoding
             found = str(error)
         finally:

@@ -54,8 +54,8 @@ from raysharding.group.fit import (
     REFUSED_BESIDE,
     Callback,
     EarlyStop,
-    FitLock,
     FitReport,
+    RunLock,
     run_fit,
     run_predict,
     submit_evaluate,
@@ -110,10 +110,10 @@ class ShardedModelGroup:
             is_attached: True if the end of a `with` block leaves the group to its other drivers.
         """
         self._is_attached = is_attached
-        self._fits = FitLock()
+        self._run_lock = RunLock()
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._parts = running
         # A call(fn), or another driver, may set an optimizer: only the ranks know.
         self._may_have_optimizer = is_attached or running.spec.optimizer is not None
@@ -667,7 +667,7 @@ class ShardedModelGroup:
         """
         options = given(locals())
         self._require_optimizer("fit")
-        return run_fit(self._running, self._fits, options, save=self.save, restart=self._restart, load=self._load)
+        return run_fit(self._running, self._run_lock, options, save=self.save, restart=self._restart, load=self._load)
 
     @property
     def last_fit(self) -> FitReport | None:
@@ -675,7 +675,7 @@ class ShardedModelGroup:
 
         A `fit` that ends before the ranks have opened the data leaves the report of the one before.
         """
-        return self._fits.last_report
+        return self._run_lock.last_report
 
     @handle
     @with_hints
@@ -800,7 +800,7 @@ class ShardedModelGroup:
                 `predict` runs on the group.
         """
         options = given(locals())
-        return run_predict(self._running, self._fits, options, self._restart)
+        return run_predict(self._running, self._run_lock, options, self._restart)
 
     @handle
     @with_hints
@@ -848,7 +848,7 @@ class ShardedModelGroup:
                 lists them), or cannot be written.
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
-        is_origin = dtype is None and (optimizer or not self._fits.is_running)
+        is_origin = dtype is None and (optimizer or not self._run_lock.is_running)
         cast = None if dtype is None else floating_dtype(dtype)
         to = Destination(output_path("path", path), overwrite, keep_last, dtype=cast)
         what = to, optimizer, async_save, is_origin
@@ -1062,8 +1062,8 @@ class ShardedModelGroup:
         """
         if self._view is not None:
             self._view.stop()
-        fits = self._fits  # not the group, which the view must not keep alive
-        self._view = LiveView(self._client, lambda: fits.last_step, refresh_s)
+        lock = self._run_lock  # not the group, which the view must not keep alive
+        self._view = LiveView(self._client, lambda: lock.last_step, refresh_s)
         return self._view
 
     @blocking
@@ -1154,7 +1154,7 @@ class ShardedModelGroup:
             TimeoutError: `timeout_s` passed; the running call still runs, and the calls behind it are cancelled.
             GroupBrokenError: The group is broken or shut down. A `fit` that is restarting it ends nevertheless.
         """
-        self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
+        self._run_lock.interrupt()  # first: a `fit` may be about to restart a broken group
         self._client.connection.refuse_if_unusable()
         return self._client.interrupt(timeout_s)
 
@@ -1198,7 +1198,7 @@ class ShardedModelGroup:
 
     def _unless_fit(self, method: str, **options: Any) -> dict[str, Any]:
         """Return the options of a call that changes the model, and refuse it while this driver's `fit` runs."""
-        self._fits.refuse(self.name, method)
+        self._run_lock.refuse(self.name, method)
         return {"refused_beside": REFUSED_BESIDE, **options}
 
     def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
@@ -1227,8 +1227,8 @@ class ShardedModelGroup:
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
     ) -> list[RankBatch]:
         """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        bounds, told = self._running.loaded.bounds, self._told
-        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
+        bounds, warned = self._running.loaded.bounds, self._warned
+        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, warned=warned)
 
     def _restart(
         self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None
@@ -1236,7 +1236,7 @@ class ShardedModelGroup:
         # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
             path = None if checkpoint is None else os.fspath(checkpoint)
-            return restart(self._running, checkpoint=path, world_size=world_size, claim=self._fits.claim)
+            return restart(self._running, checkpoint=path, world_size=world_size, lock=self._run_lock.held)
 
     def _load(
         self,

@@ -143,7 +143,7 @@ class _Feed:
     sources: tuple[str, ...]
     conversion: Conversion | None = None
     result: BlockTensor | torch.Tensor | None = None
-    """Result of the conversion; a tensor on meta, if the conversion takes more than boxes."""
+    """Result of the conversion; a tensor on meta, if the conversion takes more than blocks."""
 
 
 def map_keys(
@@ -244,7 +244,7 @@ class _Mapper:
         self._feeds[fqn] = feed
 
     def _feed_converted(self, conversion: Conversion) -> None:
-        """Run a conversion on boxes, or on meta tensors if it needs more than boxes, to determine its results."""
+        """Run a conversion on blocks, or on meta tensors if it needs more than blocks, to determine its results."""
         infos = {key: self._tensors[key] for key in conversion.sources}
         try:
             results = conversion.run(lambda key: BlockTensor.of_source(key, infos[key].shape, infos[key].dtype))
@@ -440,7 +440,7 @@ def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run,
     most = min(MAX_RUNS, max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
     runs = feed.result.runs(most if feed.conversion is not None else num_elements)  # rows are read one by one
     if runs is not None:
-        assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"
+        assert sum(run.num_elements for run in runs) == num_elements, "blocks of equal shape fill the target"
     return runs
 
 

@@ -276,11 +276,11 @@ class Worker:
                 raise the same error, later calls are correct.
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        status, seen = self.status, self.status.seen
+        status, last = self.status, self.status.version_after_call
         with self.status.running("call", f"call({name})"):
             # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
             show_shards(self.module)
-            before = seen or version(self.module, self.optimizer)
+            before = last or version(self.module, self.optimizer)
             _current.append(self)
             try:
                 with roots_before_blocks(self.module), ExitStack() as self._streams:
@@ -294,8 +294,8 @@ class Worker:
                 _current.pop()
                 self._streams = None
             status.is_spent = False  # `fn` may have run a backward of its own
-            status.seen = version(self.module, self.optimizer)
-            status.weights_version += status.seen != before
+            status.version_after_call = version(self.module, self.optimizer)
+            status.weights_version += status.version_after_call != before
             return value
 
     def reset(self) -> None:
@@ -405,7 +405,7 @@ class Worker:
             status.follow("save", save.bytes_done, save.bytes_total, "")  # so the wait is not taken for a hang
 
         with status.running("save", "save"):
-            status.saver.settle(on_wait)  # only one save runs at a time
+            status.saver.wait(on_wait)  # only one save runs at a time
             destination = Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
             state = self.optimizer if optimizer else None
             what = self.module, destination, state, self.trainer.position, status.stall_s

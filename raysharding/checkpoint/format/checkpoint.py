@@ -233,9 +233,9 @@ def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile
 def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
     """Read the bytes of one file's header. Size and mtime come from the open file that they are read from."""
     with closing(storage.open(path)) as file:
-        found = file.found
-        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
-    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag), data
+        stat = file.stat
+        data = read_header_bytes(path, stat.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, stat.num_bytes, stat.mtime_ns, header_sha256(data), stat.etag), data
 
 
 def _merge(files: list[CheckpointFile], headers: list[list[TensorInfo]]) -> dict[str, TensorInfo]:

@@ -121,7 +121,7 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
         return None
     require_file(found, path)
     with closing(storage.open(path)) as file:
-        num_bytes = file.found.num_bytes
+        num_bytes = file.stat.num_bytes
         if num_bytes > max_bytes:
             what = f"has {num_bytes} bytes, which is over the cap of {max_bytes} bytes for a file beside the weights"
             raise CheckpointError(what, path=path)

@@ -37,7 +37,7 @@ class LocalOutput:
 
     def __init__(self, path: str, *, join: bool) -> None:
         self._path = path
-        self._is_guest = join
+        self._is_joined = join
         with os_errors(f"cannot be {'opened' if join else 'made'}", path):
             self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
 
@@ -58,7 +58,7 @@ class LocalOutput:
     def finish(self) -> None:
         """Make the file visible to readers: the caller has written every byte. A process that joined only closes it."""
         try:
-            if not self._is_guest:
+            if not self._is_joined:
                 with os_errors("cannot be written", self._path):
                     os.fsync(self._descriptor)
         except CheckpointError:
@@ -69,7 +69,7 @@ class LocalOutput:
     def abort(self) -> None:
         """Close the file and remove it."""
         os.close(self._descriptor)
-        if not self._is_guest:
+        if not self._is_joined:
             os.unlink(self._path)
 
 

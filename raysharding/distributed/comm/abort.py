@@ -1,11 +1,11 @@
 """Shut down this process's TCP connections to other ranks, and keep other processes from connecting to gloo.
 
-Note [Cutting]: a copy between two groups ends when one of them fails, and shutting sockets down is the only way to end
-a collective on gloo. `ProcessGroup.abort()` unblocks nothing, and neither does `destroy_process_group` while modules
-hold the group. gloo's sockets are ordinary sockets of this process: after `shutdown(2)`, a thread that waits in a
-collective gets "Connection closed by peer" within milliseconds, on this rank and on the ranks at the other ends.
-The process has other connections (Ray's, the user's) that must stay open. A connection belongs to the process group or
-to its store if both of its ends are ranks. One rank cannot decide that alone; `between` compares the connections of all
+Note [Shutting down]: a copy between two groups ends when one of them fails, and shutting sockets down is the only way
+to end a collective on gloo. `ProcessGroup.abort()` unblocks nothing, and neither does `destroy_process_group` while
+modules hold the group. gloo's sockets are ordinary sockets of this process: after `shutdown(2)`, a thread that waits in
+a collective gets "Connection closed by peer" within milliseconds, on this rank and on the ranks at the other ends. The
+process has other connections (Ray's, the user's) that must stay open. A connection belongs to the process group or to
+its store if both of its ends are ranks. One rank cannot decide that alone; `between` compares the connections of all
 ranks. (A connection that user code opens between two ranks is shut down as well.)
 
 Note [Listeners]: gloo's listeners stay open for the lifetime of a group, although every pair of ranks is connected once
@@ -48,7 +48,7 @@ def between(by_rank: Mapping[int, Collection[Connection]]) -> dict[int, list[Con
     return {rank: [one for one in some if ends.get(one[::-1], rank) != rank] for rank, some in by_rank.items()}
 
 
-def cut(chosen: Collection[Connection]) -> None:
+def shut_down(chosen: Collection[Connection]) -> None:
     """Shut down connections of this process in both directions; threads that wait on them fail. Thread-safe.
 
     Args:
@@ -63,7 +63,7 @@ def cut(chosen: Collection[Connection]) -> None:
 
 
 @contextmanager
-def nobody_connects_later() -> Iterator[None]:
+def closed_listeners() -> Iterator[None]:
     """Make gloo groups inside this context; their listeners take no connection after it (Note [Listeners]).
 
     Listeners that are new at exit are taken for gloo's. Not for NCCL, whose ranks connect at the first collective.

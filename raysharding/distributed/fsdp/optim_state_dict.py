@@ -227,10 +227,10 @@ class _Order:
             is_grouped = items and isinstance(items[0], Mapping)
             self._groups = [list(group["params"]) for group in items] if is_grouped else [items]
         self.parameters = list(chain.from_iterable(self._groups)) if self._groups is not None else list(names)
-        strangers = sum(parameter not in names for parameter in self.parameters)
-        if strangers:
+        num_unknown = sum(parameter not in names for parameter in self.parameters)
+        if num_unknown:
             raise ValueError(
-                f"{strangers} of the optimizer's parameters are not the model's: is it the sharded model's?"
+                f"{num_unknown} of the optimizer's parameters are not the model's: is it the sharded model's?"
             )
         self.names = [names[parameter] for parameter in self.parameters]
         self.ids = {name: index for index, name in enumerate(self.names)}

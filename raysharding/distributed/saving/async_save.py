@@ -9,7 +9,7 @@ Note [Owners]: what each thread uses.
     The caller's thread runs the collectives of the training group (`begin_save`, `agreeing`), and is the only one that
     reads the module's shards. `prepare` starts a thread that allocates the buffers of `HostMemory`; `save` joins it
     before it copies into them. The writing thread reads these buffers until it ends: the next save waits for it
-    (`settle`) before anything else, as its copies overwrite them. It uses the module for its configuration alone.
+    (`wait`) before anything else, as its copies overwrite them. It uses the module for its configuration alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later, using_group
+from raysharding.distributed.comm import agreeing, closed_listeners, device_module, is_accelerator, using_group
 from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.save import (
@@ -98,7 +98,7 @@ class AsyncSaver:
             CheckpointError: On every rank, if the destination is refused, or a rank has no memory for its copy.
             PlanError: On every rank, as from `save_checkpoint`.
         """
-        self.settle()
+        self.wait()
         save = begin_save(module, destination, optimizer, position, stall_s)
         try:
             group = self._own_group(stall_s)  # on this thread: it may be made here, a collective of the training group
@@ -171,7 +171,7 @@ class AsyncSaver:
     def _own_group(self, stall_s: float) -> dist.ProcessGroup:
         """Return the gloo group of the writing threads; collective if it must be made."""
         if self._group is None:
-            with nobody_connects_later():
+            with closed_listeners():
                 timeout = timedelta(seconds=stall_s)
                 # Of all ranks, which all make this call: those of a `ShardedModelGroup`, the only user of this class.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -187,7 +187,7 @@ class AsyncSaver:
         """Return the status of a save; `None` if there is no such save. Thread-safe."""
         return self._saves.get(number)
 
-    def settle(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
+    def wait(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
         """Wait for the end of the running save, which has its own deadlines; `status` has the outcome.
 
         Args:

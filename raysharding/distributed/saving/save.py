@@ -38,8 +38,8 @@ from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
     over_ranks_of,
-    parameters_left_alone,
     reshard,
+    unaveraged_parameters,
     unwrapped,
     warn_once,
     with_layout,
@@ -141,7 +141,7 @@ class SaveContents:
                 f"a save with dtype={dtype} would continue from rounded weights: leave the optimizer's state out "
                 "(optimizer=False of group.save), and save what training continues from without dtype"
             )
-        if alone := parameters_left_alone(module):
+        if alone := unaveraged_parameters(module):
             warn_once(
                 f"{len(alone)} parameters are each rank's own (average_ignored_gradients=False): rank 0's are saved"
             )

@@ -141,7 +141,7 @@ class Client:
         if not is_last:
             self._refuse()
         if keep_step is not None:
-            options |= {"takes_steps": True, "hands_on_steps": True}
+            options |= {"takes_steps": True, "waits_for_driver": True}
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
         call = self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options)
         if keep_step is not None:
@@ -161,24 +161,24 @@ class Client:
         """
         return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
 
-    def take_claim(self, what: str, key: str) -> None:
-        """Take a claim; `what` is its kind.
+    def take_lock(self, what: str, key: str) -> None:
+        """Take the lock on the group's model; `what` is its kind.
 
         Raises:
             GroupError: Another one is held, or, once, another driver has restarted the group.
         """
         here = self.connection
-        outcome: Outcome = here.ask("take_claim", here.key, what, key, here.generation)
+        outcome: Outcome = here.ask("take_lock", here.key, what, key, here.generation)
         here.generation = outcome.generation or here.generation
         if outcome.error is not None:
             raise outcome.error
 
-    def release_claim(self, key: str) -> None:
-        """End a claim. Waits for the controller's answer: Ray may bring it what this driver sends next before this."""
-        # A controller that is gone holds no claim, and one that a signal has stopped would keep this waiting.
+    def release_lock(self, key: str) -> None:
+        """Release the lock. Waits for the answer: Ray may bring the controller this driver's next message before it."""
+        # A controller that is gone holds no lock, and one that a signal has stopped would keep this waiting.
         if self.connection.is_connected() and self.connection.snapshot.state is not GroupState.CLOSED:
             with suppress(GroupError):
-                self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
+                self.connection.finish(self.connection.controller.release_lock.remote(key), within_s=_RELEASE_S)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
@@ -299,7 +299,7 @@ class Client:
             method: Name of the command.
             args: Its argument here and there, the same on every rank of a group.
             key: Identifies the pair.
-            refused_beside: Kind of a claim → why the other group's part is refused beside it.
+            refused_beside: Kind of a lock → why the other group's part is refused beside it.
         """
         sides: list[tuple[Client, Any, Mapping[str, str]]] = [(self, args[0], {}), (other, args[1], refused_beside)]
         sides.sort(key=lambda side: actor_id(side[0].connection.controller))

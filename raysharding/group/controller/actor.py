@@ -249,12 +249,12 @@ class GroupController:
             what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
             self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
-    async def begin_restart(self, driver: str, claim: tuple[str, str] | None) -> FilesRecord:
+    async def begin_restart(self, driver: str, lock: tuple[str, str] | None) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
 
         Args:
             driver: The driver.
-            claim: Kind and key of the claim of its run, which a controller in place of one that died does not know.
+            lock: Kind and key of its run's lock, which a controller in place of one that died does not know.
 
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
@@ -265,7 +265,7 @@ class GroupController:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
-        if claim is not None and (refused := self._drivers.take_claim(known, *claim)) is not None:
+        if lock is not None and (refused := self._drivers.take_lock(known, *lock)) is not None:
             raise refused
         self._status.restart(driver, known.label, was_broken=is_broken)
         self._bump()
@@ -273,9 +273,9 @@ class GroupController:
             await self._ranks.stop()
         return self._record.files
 
-    async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
+    async def saves_ended(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
         """Note how saves ended whose ranks are gone: `committed` of `tokens` are complete."""
-        await self._record.settled(tokens, committed)
+        await self._record.saves_ended(tokens, committed)
         self._bump()
         return self._record.files
 
@@ -284,23 +284,23 @@ class GroupController:
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
             self._break(error)
 
-    async def take_claim(self, driver: str, what: str, key: str, generation: str) -> Outcome:
-        """Give a driver a claim, or return why it cannot have it.
+    async def take_lock(self, driver: str, what: str, key: str, generation: str) -> Outcome:
+        """Give a driver the lock on the model, or return why it cannot have it.
 
         Args:
             driver: The driver.
-            what: Kind of the claim.
-            key: Key of the claim.
+            what: Kind of the lock.
+            key: Key of the lock.
             generation: `Snapshot.generation` as the driver knows it; only of a `fit`, since a `predict` changes
             nothing.
         """
         if what == "fit" and generation != self._status.generation:
             return self._status.restarted()
-        return Outcome(error=self._drivers.take_claim(self._drivers[driver], what, key))
+        return Outcome(error=self._drivers.take_lock(self._drivers[driver], what, key))
 
-    async def release_claim(self, key: str) -> None:
-        """End a claim."""
-        self._drivers.release_claim(key)
+    async def release_lock(self, key: str) -> None:
+        """Release the lock, if it has this key."""
+        self._drivers.release_lock(key)
 
     async def probe(
         self, method: str, args: Sequence[Any], within_s: float, ranks: Sequence[int] | None = None
@@ -405,7 +405,7 @@ class GroupController:
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
     async def _on_committed(self, save: BegunSave) -> None:
-        await self._record.settled([save.token], [save.token])
+        await self._record.saves_ended([save.token], [save.token])
         self._bump()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
@@ -512,7 +512,7 @@ class GroupController:
             state=GroupState.READY if state is GroupState.BUSY else state,
             cause=self._status.cause,
             ranks=() if ranks is None else ranks.infos,
-            log_paths=() if ranks is None else tuple(one.found.log_paths for one in ranks.members),
+            log_paths=() if ranks is None else tuple(one.actor_info.log_paths for one in ranks.members),
             saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),

@@ -12,7 +12,7 @@ from raysharding.group.messages import Outcome, RemoteError, Stacks, StateChange
 from raysharding.group.ranks import RankInfo
 
 _MAX_DEATH_CHARS = 600
-_ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
+_RENDEZVOUS_ERROR = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _died(one: Observed) -> bool:
 
 
 def _misses_ranks(one: Observed) -> bool:
-    return one.raised is not None and one.raised.error_type == _ABSENCE
+    return one.raised is not None and one.raised.error_type == _RENDEZVOUS_ERROR
 
 
 def _misses_store(one: Observed) -> bool:

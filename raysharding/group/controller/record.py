@@ -79,7 +79,7 @@ class Record:
             self._set_origin(path, len(self.files.begun))
         await self._write()
 
-    async def settled(self, tokens: Collection[str], committed: Collection[str]) -> None:
+    async def saves_ended(self, tokens: Collection[str], committed: Collection[str]) -> None:
         """Record how saves ended.
 
         Args:

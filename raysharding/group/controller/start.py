@@ -41,9 +41,8 @@ def reserve_for(
     if plan.node_ids:
         return None
     reservation = reserve(plan.world_size, plan.device_type, plan.placement, name, plan.place_s)
-    told = tell if plan.tells else None
     try:
-        wait_placed(reservation, plan.place_s, held=plan.held, tell=told, is_wanted=is_wanted)
+        wait_placed(reservation, plan.place_s, held=plan.held, tell=tell if plan.tells else None, is_wanted=is_wanted)
     except BaseException:
         reservation.release()
         raise

@@ -69,7 +69,7 @@ def submit_copy(
         target: The group that they go to.
         merge: True to merge adapters.
         staged: True to receive beside the old weights.
-        refused_beside: Kind of a claim → why the target must not change beside it.
+        refused_beside: Kind of a lock → why the target must not change beside it.
     """
     clients = source, target
     if len({actor_id(client.connection.controller) for client in clients}) == 1:

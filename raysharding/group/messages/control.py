@@ -105,7 +105,7 @@ class Submission:
     """True if progress in bytes, which the ranks report, extends the deadline."""
     takes_steps: bool = False
     """True if the call may take several steps (`NEXT_STEP`); its result is rank 0's value of the last one."""
-    hands_on_steps: bool = False
+    waits_for_driver: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
     uses_gradients: bool = False
     """True if the call goes on from the gradients that the driver's last call has left."""
@@ -114,7 +114,7 @@ class Submission:
     generation: str = ""
     """`Snapshot.generation` as the driver knows it."""
     refused_beside: Mapping[str, str] = field(default_factory=dict)
-    """Kind of a claim → why the call is refused while another holds such a claim."""
+    """Kind of a lock → why the call is refused while another driver holds one of that kind."""
     save: BegunSave | None = None
     """The save that the call is."""
     is_async_save: bool = False
