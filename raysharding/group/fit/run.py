@@ -175,7 +175,7 @@ class FitRun:
         self._step_s = _CALL_S
         self._beginning_is_saved = True
         self._saved_step: int | None = None
-        """Step of the last save, which may still be written in the background; `None` if the next save is due anyway."""
+        """Step of the last save, which may still be written; `None` if the next save is due in any case."""
         self._paths: set[str] = set()
         self._skipped: list[int] = []
         self._warned: set[str] = set()
@@ -334,7 +334,8 @@ class FitRun:
         """
         number = replies[0].position.num_steps - self._position.num_steps
         self._position = replies[0].position
-        if number and all(reply.position == self._position for reply in replies):  # an error may have been of some ranks
+        # The error may have been of some ranks alone: then the others have taken more steps.
+        if number and all(reply.position == self._position for reply in replies):
             unreported = [replace(reply, steps=reply.steps[-number:]) for reply in replies]
             for step in self._note(unreported, number * self._step_s):
                 self._call_back(step)
