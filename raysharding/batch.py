@@ -477,7 +477,7 @@ class _Leaf(NamedTuple):
     """A mark, or another leaf of a call's arguments."""
 
     path: str
-    """Where it is."""
+    """Its path in the arguments, such as `args[0]['input_ids']`."""
     name: str
     """The last name in the path; of a positional argument that of the parameter, if known."""
     leaf: Any

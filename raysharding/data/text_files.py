@@ -32,7 +32,7 @@ _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 _CODE = r"^\s*[+-]?(0[\dxX].*|\d{16,}\s*)$"
 """A number that begins with 0, or that int64 or float64 may change."""
 _LONG_OR_PADDED = re.compile(rb"(?<![0-9A-Za-z./:_])0[0-9xX]|(?<![0-9.])[0-9]{16}")
-"""What may begin such a number; not within a float, a date, a time or a word."""
+"""Beginning of a text that may be such a number; not within a float, a date, a time or a word."""
 
 
 @dataclass(frozen=True)

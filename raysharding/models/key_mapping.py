@@ -92,7 +92,7 @@ class KeyMap:
     heads: frozenset[str] = frozenset()
     """Those of `missing` and `unexpected` that are no mismatch: heads that only one of two model classes has."""
     cure: str = ""
-    """What to give if the names in the files have a prefix too much or too little."""
+    """Advice if the names in the files have a prefix too much or too little."""
     doubled: tuple[Target, ...] = ()
     """Targets for second names of tied tensors, if the checkpoint holds both names. A rank that can read the files must
     check that the values are equal, with `differing_ties`."""

@@ -145,7 +145,7 @@ class FileReader:
         return opened
 
     def _release(self) -> None:
-        """What `_acquire` began is over."""
+        """End the use of a file that `_acquire` gave."""
         with self._lock:
             self._num_active -= 1
             self._close_if_idle()

@@ -30,7 +30,7 @@ _NO_SIDECAR: Final = re.compile(
 """Data, code, logs, and what is hidden."""
 _MODULES_NAME: Final = "modules.json"
 _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER)
-"""What a save writes itself."""
+"""Files and folders that a save writes itself."""
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:

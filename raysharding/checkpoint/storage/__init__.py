@@ -1,4 +1,4 @@
-"""Where bytes live: files of this machine and objects of a store, behind one interface."""
+"""Storage of bytes: files of this machine and objects of a store, behind one interface."""
 
 from raysharding.checkpoint.storage.hub import HubAccess, HubPath, access_to, adopt_access, hub_is_offline
 from raysharding.checkpoint.storage.interface import FileStat, os_errors, require_file

@@ -30,7 +30,7 @@ _OTHER_KINDS: Final = ("datasets", "spaces", "kernels", "buckets")
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Where the hub is, and who asks. The driver sends its own to the ranks; the token is in no `repr`."""
+    """Address of the hub, and the token. The driver sends its own to the ranks; the token is in no `repr`."""
 
     endpoint: str
     """Address of the hub, without a slash at the end."""

@@ -1,4 +1,4 @@
-"""What every storage says of a path, and the errors of all of them."""
+"""`FileStat`, which every storage returns for a path, and errors of paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["file", "directory", "missing", "dangling", "other"]
 
 @dataclass(frozen=True)
 class FileStat:
-    """What exists at a path, and what distinguishes one version of a file from the next."""
+    """Kind of a path; and size, time and etag, by which versions of a file differ."""
 
     kind: Kind
     """`dangling`: a symlink whose target is missing; `other`: a pipe, a device, ..."""

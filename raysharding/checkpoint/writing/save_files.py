@@ -1,4 +1,4 @@
-"""Which entries of a directory a save writes. All others are the user's, but for small files that a save copied."""
+"""Names of the entries that a save writes. All others are the user's, but for small files that a save copied."""
 
 from __future__ import annotations
 

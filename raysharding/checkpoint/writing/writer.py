@@ -51,7 +51,7 @@ class FileWriter:
     ) -> None:
         header, infos = _lay_out(path, tensors, metadata)
         self.path = path
-        """As given."""
+        """Path or URI of the file."""
         self.tensors: Mapping[str, TensorInfo] = infos
         """Name → place in this file, in file order; `TensorInfo.file` is 0."""
         self.num_bytes = len(header) + sum(info.num_bytes for info in infos.values())

@@ -189,7 +189,7 @@ class _Param:
     places: list[tuple[nn.Module, str]]
     """Every (owner, name in the owner) under which it is registered: several where it is tied."""
     sharded: nn.Parameter
-    """What is registered outside: a DTensor, or a parameter that FSDP2 does not cut."""
+    """Parameter that is registered outside of the context: a DTensor, or one that FSDP2 does not shard."""
     full: nn.Parameter | None = None
     """Full shape; `None` on a rank that gets none."""
 
@@ -286,7 +286,7 @@ class _FullParams:
     params: list[_Param]
     options: _Options
     device: torch.device
-    """Of the messages."""
+    """Device of the messages."""
 
     @property
     def ranks(self) -> Sequence[int]:

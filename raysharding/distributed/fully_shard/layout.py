@@ -176,7 +176,7 @@ def compute_device(module: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Which ranks hold which shard of a module's tensors."""
+    """Shards of a module's tensors, and the ranks that hold each."""
 
     holders: tuple[tuple[int, ...], ...]
     """shard index → ranks of the current group that hold it, first replica first."""

@@ -1,6 +1,4 @@
-"""How a module on meta gets its memory, as FSDP2 wants it.
-
-What a module's tensors hold before they are cut: `param_init_fn` and `sync_module_states`, one group at a time.
+"""Memory for modules on meta, and the values before sharding: `param_init_fn` and `sync_module_states`, group by group.
 
 Note: how `param_init_fn` is called.
     First while the module is on meta, as FSDP1 does: its functions ask `is_meta`, allocate and fill. What is left on

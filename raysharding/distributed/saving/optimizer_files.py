@@ -29,7 +29,7 @@ from raysharding.distributed.saving.file_writers import write_tensors
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 
 FORMAT_VERSION = 1
-"""Of the optimizer's and the training state's JSON files; the only version so far."""
+"""Version of the JSON files of optimizer and training state; the only one so far."""
 
 
 def write_optimizer(

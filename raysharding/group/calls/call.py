@@ -85,7 +85,7 @@ class Call(Generic[T]):
         self.num_bytes = 0
         """Bytes of its arguments."""
         self.deadline_s = math.inf
-        """Its deadline, in seconds."""
+        """Deadline of the call, in seconds."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[T] = []

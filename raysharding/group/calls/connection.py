@@ -43,7 +43,7 @@ _STALL_S = 3.0
 
 @dataclass
 class Registration:
-    """What a controller knows a driver by. Another controller knows nothing of it: key and number change together."""
+    """Identity of a driver at one controller. Another controller has none of it: key and number change together."""
 
     key: str
     """Random; identifies the driver."""
@@ -76,7 +76,7 @@ class Connection:
         self.generation = ""
         """The ranks that this driver knows of: by its first attach, its own restart, or an error."""
         self.snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
-        """What this driver last heard of the group."""
+        """State of the group, as the controller last sent it."""
         self.thread = CallbackThread(f"calls of {name}", self._check)
         """Runs what this driver hears."""
         self.pending = PendingSaves(self._saved_bytes)

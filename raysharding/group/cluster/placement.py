@@ -381,7 +381,7 @@ def own_bundles(world_size: int, need: Resources) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What the nodes of the cluster have for ranks."""
+    """Free resources of the nodes, and the ranks that fit into them."""
 
     lines: Sequence[str]
     """A line for each node."""

@@ -63,7 +63,7 @@ _ATTACH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a controller is told once, and again when Ray restarts it."""
+    """Arguments of a controller, which Ray gives it again when it restarts it."""
 
     title: str
     """The group's name in errors, logs and metrics."""
@@ -196,7 +196,7 @@ class GroupController:
 
         Args:
             spec: The `GroupSpec`.
-            loaded: What the load has found.
+            loaded: The packed `Loaded`, reports and facts of the group.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
         ranks = self._ranks
@@ -493,13 +493,13 @@ class GroupController:
         return "idle" if current is None else f"in {current.submission.method}"
 
     def _note(self, line: str) -> None:
-        """Tell all drivers a line for people."""
+        """Send all drivers a line, which they print."""
         self._num_notes += 1
         self._notes = [*self._notes[1 - _NUM_NOTES :], (self._num_notes, line)]
         self._bump()
 
     def _bump(self) -> None:
-        """Tell the drivers that something has changed."""
+        """Wake the drivers' polls: the snapshot has changed."""
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -48,10 +48,10 @@ _AFTER_DEATH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a call ended, and what that means for the group."""
+    """Outcome of a call, and its consequence for the group."""
 
     outcome: Outcome
-    """What the driver gets."""
+    """Outcome for the driver."""
     broken_by: GroupError | None = None
     """The error that broke the group; `None` if later calls can run."""
     resets_next: bool = False

@@ -27,14 +27,14 @@ _RANK_SHARE = 0.8
 
 @dataclass(eq=False)
 class WeightPath:
-    """The way from one group to another, whose connections and plan the ranks of both keep."""
+    """A source and a target of copies, for which the ranks of both keep connections and plan."""
 
     source: Client
     """Client of the source."""
     target: Client
     """Client of the target."""
     merge: bool
-    """True if adapters are merged on the way."""
+    """True if adapters are merged before they are sent."""
     address: StoreAddress
     """Store of the source."""
     ranks: tuple[tuple[RankInfo, ...], ...]

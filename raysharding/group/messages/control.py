@@ -51,7 +51,7 @@ class BegunSave:
 
 @dataclass(frozen=True, slots=True)
 class FilesRecord:
-    """Which files hold a group's model, as far as its controller knows."""
+    """The files that hold a group's model, as far as its controller knows."""
 
     origin: str
     """The newest files that hold the model, which a restart loads."""
@@ -124,19 +124,19 @@ class Submission:
     joint: Joint | None = None
     """The call of another group that begins together with this one."""
     other: Submission | None = None
-    """That call; for the leader."""
+    """The call of `joint` in the other group; for the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended."""
+    """Results or error of a call."""
 
     sent: tuple[Sent, ...] = ()
     """Results by rank; empty if the call failed."""
     error: GroupError | None = None
     """The failure."""
     raised: RemoteError | None = None
-    """What the rank raised that failed first; `None` if it died, hung or did not begin."""
+    """Exception of the rank that failed first; `None` if it died, hung or did not begin."""
     is_common: bool = False
     """True if all ranks raised errors of this type."""
     follows: bool = False
@@ -149,7 +149,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What drivers know of a group without asking."""
+    """State of a group that drivers hold, without asking for each part."""
 
     version: int
     """Increases with each change."""
@@ -166,21 +166,21 @@ class Snapshot:
     ended_saves: Mapping[str, Exception | None] = field(default_factory=dict)
     """Token → the failure of a save in the background that has ended, `None` if it is committed."""
     notes: tuple[tuple[int, str], ...] = ()
-    """(number, line) of the last lines for people."""
+    """(number, line) of the last lines that drivers print."""
     generation: str = ""
     """Identifies the ranks from one restart to the next, after which the model is that of files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What a driver that attaches gets."""
+    """Reply of the controller to a driver that attaches."""
 
     snapshot: Snapshot
     """The group now."""
     spec: Packed | None
     """The `GroupSpec`; `None` while the group is made for the first time."""
     loaded: Packed | None
-    """What the load has found."""
+    """The packed `Loaded` of the group; `None` while the group is made for the first time."""
     where: str
     """Node and process of the controller, for errors."""
 
@@ -192,7 +192,7 @@ class StartPlan:
     actor_class: Any
     """Class of the ranks' actors."""
     concurrency_groups: Mapping[str, int]
-    """Its concurrency groups."""
+    """Concurrency groups of the actors."""
     titles: tuple[Any, ...]
     """What Ray calls each actor, by bundle."""
     world_size: int

@@ -50,7 +50,7 @@ _MAX_TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Where an actor runs, as the actor reports it."""
+    """Node, process and files of an actor, as the actor reports them."""
 
     node_id: str
     """Ray's id of the node."""
