@@ -176,7 +176,7 @@ def make(
         clock.end("preflight of the nodes")
     rendezvous(client, spec, started, clock)
     loaded = _fill(client, spec, opened, preflight, clock)
-    client.connection.ask("ready", packed_spec(spec), pack(loaded, "the reports and facts of the group").snapshot(), reloaded)
+    client.connection.ask("ready", packed_spec(spec), pack(loaded, "the group's reports").snapshot(), reloaded)
     client.connection.refresh()
     client.connection.generation = client.connection.snapshot.generation
     if spec.progress is None or spec.progress is True:
