@@ -267,7 +267,7 @@ def _misfit(problems: list[str]) -> PlanError | None:
 
 
 def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[str, Any]]:
-    """Return a full state dict as a snapshot, and its outline."""
+    """Return a full state dict as a snapshot, and its outline, which is JSON."""
     if not full:
         raise PlanError("rank 0 has no full_optim_state_dict: pass the state dict on rank 0")
     try:

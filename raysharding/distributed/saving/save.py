@@ -47,7 +47,7 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.optim import agreed_snapshot
 from raysharding.distributed.saving.file_writers import Written, write_tensors
-from raysharding.distributed.saving.optimizer_files import write_optimizer
+from raysharding.distributed.saving.optimizer_state import write_optimizer
 from raysharding.distributed.saving.training_state import training_state, write_training
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
@@ -118,7 +118,7 @@ class SaveContents:
     state: Mapping[str, torch.Tensor]
     """`FQN/name` → tensor of the optimizer's state; empty without an optimizer."""
     outline: Mapping[str, Any] | None
-    """Outline of the optimizer; `None` without an optimizer."""
+    """The optimizer's snapshot without its tensors, as JSON; `None` without an optimizer."""
     training: Mapping[str, Any] | None
     """Position and random generators; `None` without an optimizer."""
 

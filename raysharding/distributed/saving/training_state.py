@@ -33,7 +33,7 @@ from raysharding.distributed.comm import (
     get_rank,
     get_world_size,
 )
-from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json
+from raysharding.distributed.saving.optimizer_state import FORMAT_VERSION, beside, read_own_json
 from raysharding.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state in a save: tensors as checkpoint files, the rest as JSON, in a folder beside the model.
+"""Optimizer state in a save, written and loaded: tensors as checkpoint files, the rest as JSON, beside the model.
 
 Format of `optimizer/raysharding.optimizer.json`: {"format_version": 1, "outline": `OptimizerSnapshot.outline`}. The
 tensors are a checkpoint of their own beside that file, under `FQN/name`. Nothing is pickled or depends on the world
@@ -45,7 +45,7 @@ def write_optimizer(
 
     Args:
         tensors: Tensors of the snapshot.
-        outline: Outline of the snapshot.
+        outline: The snapshot's outline: all but its tensors, as JSON.
         staging: Temporary directory of the save.
         device: Device of the messages.
         stall_s: Longest wait for one round of messages, in seconds.
