@@ -105,8 +105,8 @@ class KeyMap:
                 model takes nothing is a mismatch in any case.
         """
         if not strict:
-            strange = self.unexpected if not self.targets else ()
-            none = [f"none of its {len(strange)} keys is the model's: {strange[0]}, ..."] if strange else []
+            foreign = self.unexpected if not self.targets else ()
+            none = [f"none of its {len(foreign)} keys is the model's: {foreign[0]}, ..."] if foreign else []
             return [*self.problems, *none]
         both = (("missing from", self.missing), ("unexpected in", self.unexpected))
         lines = [f"{what} the checkpoint: {name}" for what, names in both for name in names if name not in self.heads]

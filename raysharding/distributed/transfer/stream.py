@@ -88,9 +88,9 @@ class ReadAhead:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
         # `copied` of the buckets that were taken last; in the slots may already be those of later buckets.
         self._copied: deque[torch.Event] = deque(maxlen=len(self.slots))
-        self._free = threading.Semaphore(len(self.slots))
+        self._free = threading.Semaphore(len(self.slots))  # buffers that may be read into
         self._filled = [threading.Event() for _ in self.slots]
-        self._num_left = [0 for _ in self.slots]
+        self._num_left = [0 for _ in self.slots]  # jobs of the buffer's bucket that have not ended, under `_lock`
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
         self._stopped = False

@@ -104,6 +104,8 @@ class GroupController:
         self._queue = CallQueue(identity.title, self._drivers, self._status, self._run)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
+        # `_resets_next`: some ranks have reset their modules after the last call and others have not; the next call
+        # resets all, or their collectives would differ.
         self._is_open = self._was_attached = self._resets_next = False
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = self._num_notes = 0

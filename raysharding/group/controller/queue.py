@@ -74,8 +74,11 @@ class CallQueue:
         self._status = status
         self._run_call = run_call
         self._known: dict[tuple[str, int | str], QueuedCall] = {}
+        """(driver, number or key of a pair) → its call, until the driver has got its outcome."""
         self._pairs: dict[str, CopyPair] = {}
+        """Key → pair, until this group's part has ended."""
         self._waiting: collections.deque[QueuedCall] = collections.deque()
+        """Accepted calls that the ranks have not begun, in their order."""
         self._accepting = asyncio.Lock()
         self._added = asyncio.Event()
 

@@ -84,7 +84,9 @@ class RunningCall:
         self.number = self.first_number - 1
         self.deadline = time.monotonic() + self.submission.deadline_s
         self._drain_until: float | None = None
+        """Time until which the other ranks may finish after a failure; `None` before one."""
         self._observed: list[failures.Observed] = []
+        """Failures, in the order in which they were observed."""
         self._changes: dict[int, StateChange] = {}
         self._sent: dict[int, Sent] = {}
         self._progress: dict[int, tuple[str, int, int]] = {}
@@ -93,10 +95,13 @@ class RunningCall:
         self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
+        """Parts of the result, in the order in which they arrived."""
         self._num_taken = 0
+        """Number of parts that the driver has."""
         self.is_over = False
         """True once the ranks have finished, or are waited for no longer."""
         self._changed = asyncio.Event()
+        """Set once when a part arrives or is taken, at each failure, and at the end; a new event replaces it."""
         self._step_changed = asyncio.Event()
         """Set when all ranks have finished the step, and at each failure."""
 
