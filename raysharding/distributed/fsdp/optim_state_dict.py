@@ -105,7 +105,7 @@ def shard_full_optim_state_dict(
     Raises:
         PlanError: The model lacks a name, or has another shape; or the param groups are not those of the optimizer.
     """
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     state: dict[int, dict[str, Any]] = {}
     problems = order.unknown(full_optim_state_dict["state"])
     groups = order.groups(full_optim_state_dict["param_groups"], problems)
@@ -153,7 +153,7 @@ def scatter_full_optim_state_dict(
         return described
 
     target = OptimizerSnapshot.from_outline(from_rank_0(outline), model)  # the same on every rank, so all raise or none
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     problems = order.unknown(target.names)
     groups = order.groups(target.groups, problems)
     agree(_misfit(problems))  # each rank was given its own `optim`
@@ -188,7 +188,7 @@ def rekey_optim_state_dict(
         ValueError: `optim_state_key_type` is neither.
         PlanError: The model or the optimizer lacks a key.
     """
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
     if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
         raise ValueError(
@@ -208,7 +208,7 @@ def rekey_optim_state_dict(
     return {"state": {renamed[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": by_id}
 
 
-class _Order:
+class _ParameterOrder:
     """Ids and names of the parameters of an optimizer.
 
     Raises:

@@ -198,7 +198,7 @@ def finish_backward(module: nn.Module) -> None:
         reduce_replicated_gradients(module)
 
 
-class _Reduction:
+class _ReduceAfterBackward:
     """Queues a callback of autograd, once per backward through the root's outputs, that reduces at its end."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -250,7 +250,7 @@ def reduce_after_backward(module: nn.Module, unaveraged: Iterable[nn.Module] = (
     _unaveraged.update(unaveraged)
     # Frozen parameters count: they may be trained later.
     if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module.register_forward_hook(_Reduction(module).watch)
+        module.register_forward_hook(_ReduceAfterBackward(module).watch)
 
 
 @over_ranks_of("module")

@@ -38,7 +38,7 @@ from raysharding.distributed.fully_shard.execution_order import record_execution
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
 from raysharding.distributed.fully_shard.internals import add_hooks, kept_whole, offloaded, reshard, summoned
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
-from raysharding.distributed.fully_shard.materialize import FirstValues
+from raysharding.distributed.fully_shard.materialize import InitialValues
 from raysharding.distributed.fully_shard.module_group import note_mesh
 from raysharding.distributed.fully_shard.module_hooks import (
     cast_inputs_before_forward,
@@ -138,7 +138,7 @@ def _shard_groups(
     checkpoint_activations(module, groups, sharding, device)
     values = None
     if sharding.param_init_fn is not None or sharding.sync_module_states:
-        values = FirstValues(module, device, sharding)
+        values = InitialValues(module, device, sharding)
     options: dict[str, Any] = {"mesh": mesh}
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(device))
@@ -150,7 +150,7 @@ def _shard_groups(
     for names in (*groups, ("",)):
         members = [module.get_submodule(name) for name in names]
         if values is not None:
-            values.settle(members, kept)
+            values.set_values(members, kept)
             kept = _parameters_in(whole)  # others now
         policy = MixedPrecisionPolicy() if names in in_full else mixed_precision_policy(sharding)
         if names != ("",) and (dtype := policy.param_dtype) is not None and policy.cast_forward_inputs:
