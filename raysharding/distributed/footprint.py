@@ -133,8 +133,8 @@ def planned_tensors(
     whole = whole_parameters(module, sharding, groups)
     found = []
     for fqn, tensor in module_tensors(module).items():
-        cut = isinstance(tensor, nn.Parameter) and tensor not in whole
-        layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if cut else 0)
+        is_sharded = isinstance(tensor, nn.Parameter) and tensor not in whole
+        layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if is_sharded else 0)
         found.append(_tensor_footprint(tensor, layout))
     return found
 

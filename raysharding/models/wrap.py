@@ -30,7 +30,7 @@ from raysharding.models.stand_in import class_name
 from raysharding.torch_internals import BatchNorm
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
+def is_shardable(parameter: nn.Parameter) -> bool:
     """Return True if FSDP2 shards this parameter. One of 0 dims or without elements stays whole on every rank."""
     return parameter.ndim > 0 and parameter.numel() > 0
 
@@ -74,7 +74,7 @@ def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple
         groups: Result of `wrap_groups`.
     """
     found = ignored_parameters(root, sharding)
-    found.update(parameter for parameter in root.parameters() if not is_cut(parameter))
+    found.update(parameter for parameter in root.parameters() if not is_shardable(parameter))
     tree = _Tree(root, found)
     for kind in _kinds(root, sharding):
         for names in (*groups, ("",)):
@@ -312,11 +312,11 @@ class _Tree:
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names whose modules run their own forward and have a parameter to shard."""
         known = (name for name in dict.fromkeys(names) if name in self.modules and _runs_forward(self.root, name))
-        return tuple(name for name in known if any(map(self.is_cut, self.modules[name].parameters())))
+        return tuple(name for name in known if any(map(self.is_shardable, self.modules[name].parameters())))
 
-    def is_cut(self, parameter: nn.Parameter) -> bool:
+    def is_shardable(self, parameter: nn.Parameter) -> bool:
         """Return True if FSDP2 shards this parameter and it is not ignored."""
-        return is_cut(parameter) and parameter not in self.ignored
+        return is_shardable(parameter) and parameter not in self.ignored
 
     def held(self, names: Iterable[str], groups: Iterable[tuple[str, ...]], kind: _Kind) -> _Held:
         """Return the parameters of one group, without those of groups inside it, for which `kind` has a dtype."""
@@ -327,7 +327,7 @@ class _Tree:
             name = pending.pop(0)
             module, dot = self.root.get_submodule(name), f"{name}." if name else ""
             parameters = {dot + key: one for key, one in module._parameters.items() if one is not None}
-            found[name] = {fqn: one for fqn, one in parameters.items() if self.is_cut(one) and kind(one)}
+            found[name] = {fqn: one for fqn, one in parameters.items() if self.is_shardable(one) and kind(one)}
             pending[:0] = [dot + child for child, _ in module.named_children() if dot + child not in members]
         return {name: parameters for name, parameters in found.items() if parameters}
 
@@ -470,7 +470,7 @@ def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int
         parent = owner_of.get(name.rpartition(".")[0]) if name else None
         owner_of[name] = index_of.get(tree.name_of[id(module)], parent)
         for parameter in module._parameters.values():
-            if parameter is not None and tree.is_cut(parameter):
+            if parameter is not None and tree.is_shardable(parameter):
                 owners.setdefault(id(parameter), set()).add(owner_of[name])
     return owners
 

@@ -1,4 +1,4 @@
-"""Collectives of JSON values, which travel as uint8 tensors and never as pickles.
+"""Collectives of JSON values, which are sent as uint8 tensors and never as pickles.
 
 Note [Exit]: a thread of gloo drops the tensors of a collective after the caller has gone on, and takes the GIL for that
 (torch 2.13). Where the interpreter ends meanwhile, the process aborts with "terminate called without an active
@@ -41,7 +41,7 @@ def let_gloo_end() -> None:
 
 
 _HEAD_BYTES = 1 << 10
-"""Bytes that travel first. Nearly all values are shorter: a second collective takes a tenth of a fast load's time."""
+"""Bytes that are sent first. Nearly all values are shorter: a second collective takes a tenth of a fast load's time."""
 _LENGTH_BYTES = 8
 
 
@@ -61,7 +61,7 @@ def _decode(data: torch.Tensor) -> Any:
 
 
 def _resized(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return data, cut or with zeros at its end, on the device for metadata."""
+    """Return the first bytes of data, or data with zeros at its end, on the device for metadata."""
     return nn.functional.pad(data, (0, num_bytes - data.numel())).to(metadata_device(group))
 
 

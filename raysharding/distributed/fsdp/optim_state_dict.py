@@ -287,5 +287,5 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
     like = state_like(parameter, value.shape, value.dtype)
     if not isinstance(like, DTensor):
         return value.clone()
-    assert isinstance(parameter, DTensor), "state is cut where its parameter is"
+    assert isinstance(parameter, DTensor), "state is sharded where its parameter is"
     return cut(value, parameter)

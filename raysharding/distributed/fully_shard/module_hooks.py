@@ -49,7 +49,7 @@ def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], shardin
     for names in groups:
         for block in map(module.get_submodule, names):
             if any(True for _ in block.children()):
-                # The signature stays: callers look at it to find out which arguments a module takes.
+                # The signature stays: callers inspect it to find out which arguments a module takes.
                 compiled = torch.compile(block.forward, backend=backend)
                 block.forward = functools.update_wrapper(compiled, block.forward)
 

@@ -36,7 +36,7 @@ _WAIT, _WAKE = 0, 1
 WORD_BYTES = 4
 """Bytes of a counter."""
 _STOPPED = 0xFFFFFFFF
-"""Value of a counter whose process goes no further."""
+"""Value of the counters of a process that has stopped."""
 _SLICE_S = 1.0
 """Seconds between checks of a waiting process that the other process is alive."""
 
