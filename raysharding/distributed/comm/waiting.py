@@ -22,8 +22,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _waits: set[CodeType] = set()
 _POLL_S = 1e-4
-"""Pause between two queries of an event: short beside a copy of a bucket, and in a frame of ours, which `synchronize` of
-torch's own event classes is not."""
+"""Pause between two queries of an event: short beside a copy of a bucket. The wait is in a frame of ours, which that of
+`synchronize` of torch's own event classes is not."""
 
 
 def waits_for_ranks(function: Function) -> Function:
