@@ -191,9 +191,9 @@ def list_files(directory: str) -> tuple[str, ...]:
         if info.type == arrow_fs.FileType.NotFound:
             cure = "check the spelling, and that the ranks' nodes see it"
             raise DataError(f"is not there, as rank 0 sees it: {cure}", path=directory)
-        found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
+        infos = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
     # As pyarrow's datasets do: .ipynb_checkpoints/, _temporary/, _delta_log/ and others hold no rows.
-    paths = [one.path for one in found if one.is_file]
+    paths = [one.path for one in infos if one.is_file]
     shown = [path for path in paths if not re.search(r"(^|/)[._]", path[len(inside) :].lstrip("/"))]
     for suffix in SUFFIXES:
         files = tuple(sorted(path for path in shown if path.lower().endswith(suffix)))

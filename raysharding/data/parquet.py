@@ -33,14 +33,14 @@ class ParquetFiles(RowFiles):
     ) -> Self:
         """Read the footers of all files."""
         directory = normal_path(source.path)
-        found = cls(directory, files, None, "", ())
+        draft = cls(directory, files, None, "", ())
         groups: list[tuple[int, ...]] = []
         names: list[str] | None = None
         columns: tuple[str, ...] | None = None
         first: dict[str, str] = {}
         schemas: list[tuple[str, Any]] = []
         for file in files:
-            metadata = found._footer(file)
+            metadata = draft._footer(file)
             groups.append(_group_rows(metadata))
             schema = metadata.schema.to_arrow_schema()
             names = schema.names if names is None else names

@@ -60,7 +60,7 @@ class TextFiles(RowFiles):
         read = None if known is None or known.names is None else {*known.names, *known.also}
         wanted = source.columns or read
         directory = normal_path(source.path)
-        found = cls(directory, files, None, "", ())
+        draft = cls(directory, files, None, "", ())
         blocks: list[tuple[int, int, int, int]] = []
         types: dict[str, Any] = {}
         inexact: dict[str, str] = {}
@@ -68,7 +68,7 @@ class TextFiles(RowFiles):
         for number, file in enumerate(files):
             names: list[str] | None = None
             line = 1
-            for start, data in _blocks(found._handle(file), file):
+            for start, data in _blocks(draft._handle(file), file):
                 with _naming_lines(file, data, line):
                     table = _inferred(file, data, names, wanted)
                 if names is None and _is_csv(file):

@@ -261,10 +261,10 @@ def _distribute(
     first_names: dict[tuple[int, ...], str] = {}
     first = {name: first_names.setdefault(_memory_of(tensor), name) for name, tensor in meta_sharded_state_dict.items()}
     made = {name: meta_like(meta_sharded_state_dict[name]) for name in first_names.values()}
-    found = distribute_state_dict(state_dict, {name: made[first[name]] for name in first}, timeout_s=timeout_s)
+    loaded = distribute_state_dict(state_dict, {name: made[first[name]] for name in first}, timeout_s=timeout_s)
     num_names = Counter(first.values())
     kept: dict[str, torch.Tensor] = {}
-    for name, value in found.items():
+    for name, value in loaded.items():
         if (key := first[name]) not in kept:
             # `load_state_dict(assign=True)` makes a Parameter of each plain DTensor, and so two of a tied one.
             is_tied_parameter = num_names[key] > 1 and isinstance(value, DTensor) and value.is_floating_point()

@@ -209,13 +209,13 @@ class BlockTensor:
         if sum(math.prod(block.size[:outer]) for block, outer, _ in counted) > max_runs:
             return None
         strides = row_major_strides(self.shape)
-        found: list[Run] = []
+        runs: list[Run] = []
         for block, outer, length in counted:
             base = sum(at * stride for at, stride in zip(block.start, strides, strict=True))
             for index in itertools.product(*(range(extent) for extent in block.size[:outer])):
                 source = block.offset + sum(map(int.__mul__, index, block.strides))
-                found.append(Run(block.source, source, base + sum(map(int.__mul__, index, strides)), length))
-        return _joined(sorted(found, key=lambda run: run.target_start))
+                runs.append(Run(block.source, source, base + sum(map(int.__mul__, index, strides)), length))
+        return _joined(sorted(runs, key=lambda run: run.target_start))
 
     def _run_dims(self, block: Block) -> tuple[int, int]:
         """Return (number of outer dims, elements of one run): the inner dims are contiguous in source and target."""

@@ -182,13 +182,13 @@ def map_keys(
 
 def _prefix_mappings(keys: KeyMap) -> dict[str, dict[str, str]]:
     """Return prefix → `key_mapping` that may cure missing names and unexpected keys that differ by this prefix."""
-    found: dict[str, dict[str, str]] = {}
+    mappings: dict[str, dict[str, str]] = {}
     for key in keys.unexpected[:8]:
         for dot in (index for index, letter in enumerate(key, 1) if letter == "."):
             if any(f".{name}".endswith(f".{key[dot:]}") for name in keys.missing):
-                found[key[:dot]] = {"^" + re.escape(key[:dot]): ""}
-        found |= {name[: -len(key)]: {"^": name[: -len(key)]} for name in keys.missing if name.endswith(f".{key}")}
-    return found
+                mappings[key[:dot]] = {"^" + re.escape(key[:dot]): ""}
+        mappings |= {name[: -len(key)]: {"^": name[: -len(key)]} for name in keys.missing if name.endswith(f".{key}")}
+    return mappings
 
 
 class _Mapper:
@@ -328,10 +328,10 @@ class _Mapper:
     def _target(self, fqn: str, entry: _Entry, feed: _Feed) -> Target | None:
         infos = [self._tensors[key] for key in feed.sources]
         wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
-        found = infos[0].shape if feed.result is None else tuple(feed.result.shape)
+        shape = infos[0].shape if feed.result is None else tuple(feed.result.shape)
         operations = feed.conversion.operations if feed.conversion is not None else ""
-        if found != wanted or category(wide) != category(entry.tensor.dtype):
-            self._problems.append(_misfit_of(fqn, entry, feed, found, wide) + self._vocabulary(found, wanted))
+        if shape != wanted or category(wide) != category(entry.tensor.dtype):
+            self._problems.append(_misfit_of(fqn, entry, feed, shape, wide) + self._vocabulary(shape, wanted))
             return None
         runs = _runs(feed, wanted, wide)
         sources = feed.sources

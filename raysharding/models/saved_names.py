@@ -146,11 +146,11 @@ def _reverted(
     model: Any = stand_in(module)
     blocks = {names[fqn]: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
     try:
-        found: Mapping[str, Any] = revert_weight_conversion(model, blocks)
+        reverted: Mapping[str, Any] = revert_weight_conversion(model, blocks)
     except Exception:  # noqa: BLE001 - transformers' operations raise any type
         return None  # the conversion does arithmetic, and blocks have no values
     saved: dict[str, SavedTensor] = {}
-    for key, value in found.items():
+    for key, value in reverted.items():
         if not isinstance(value, BlockTensor):
             return None
         runs = value.runs(min(MAX_RUNS, max(_FEW_RUNS, value.numel() * value.dtype.itemsize // _MIN_RUN_BYTES)))

@@ -329,12 +329,12 @@ class Trainer:
         Raises:
             CheckpointError: On every rank: a save cannot be read.
         """
-        found = from_rank_0(lambda: _newest(save_to))
-        if found is None:
+        newest = from_rank_0(lambda: _newest(save_to))
+        if newest is None:
             return None
         held = _agreed(self.position)
-        is_held = held is not None and held.run == found["run"] and held.num_steps >= found["num_steps"]
-        return found["path"], is_held
+        is_held = held is not None and held.run == newest["run"] and held.num_steps >= newest["num_steps"]
+        return newest["path"], is_held
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps until `num_steps` are done or the run ends. Collective.

@@ -112,10 +112,10 @@ class FileReader:
             with closing(storage.open(file.path)) as opened:  # only an open file tells its etag
                 _require_same(opened.stat, file)
             return
-        found = storage.find(file.path)
-        if found.kind != "file":
+        stat = storage.find(file.path)
+        if stat.kind != "file":
             raise CheckpointError("is gone since its header was read", path=file.path)
-        _require_same(found, file)
+        _require_same(stat, file)
 
     def close(self) -> None:
         """Close the files. Reads under way end normally, later ones raise `ValueError`. Idempotent."""

@@ -44,8 +44,8 @@ class LocalOutput:
     @property
     def inode(self) -> tuple[int, int]:
         """Device and inode."""
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
         """Write bytes at an offset of the file, unbuffered. Thread-safe. An error names the tensor."""

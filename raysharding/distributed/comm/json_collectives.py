@@ -77,11 +77,11 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         if one is longer.
     """
     data = _encode(value)
-    found = _all_gather(data, _HEAD_BYTES, group)
+    gathered = _all_gather(data, _HEAD_BYTES, group)
     # All ranks know all lengths: either each takes part in the second all-gather, with the same size, or none does.
-    if (longest := max(map(_num_bytes, found))) > _HEAD_BYTES:
-        found = _all_gather(data, longest, group)
-    return [_decode(one) for one in found]
+    if (longest := max(map(_num_bytes, gathered))) > _HEAD_BYTES:
+        gathered = _all_gather(data, longest, group)
+    return [_decode(one) for one in gathered]
 
 
 def _all_gather(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -138,13 +138,13 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
     let_gloo_end()
     group = group or current_group()
     data = _encode(value if dist.get_rank(group) == source else None)
-    found = _resized(data, _HEAD_BYTES, group)
-    dist.broadcast(found, group_src=source, group=group)
+    received = _resized(data, _HEAD_BYTES, group)
+    dist.broadcast(received, group_src=source, group=group)
     # Every rank knows the source's length: all take part in the second broadcast, with a buffer of that size, or none.
-    if (length := _num_bytes(to_host(found))) > _HEAD_BYTES:
-        found = _resized(data, length, group)
-        dist.broadcast(found, group_src=source, group=group)
-    return _decode(to_host(found))
+    if (length := _num_bytes(to_host(received))) > _HEAD_BYTES:
+        received = _resized(data, length, group)
+        dist.broadcast(received, group_src=source, group=group)
+    return _decode(to_host(received))
 
 
 def broadcast_tensor(mine: torch.Tensor | None, dtype: str, shape: Sequence[int], source: int = 0) -> torch.Tensor:

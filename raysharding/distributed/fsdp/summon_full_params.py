@@ -217,14 +217,14 @@ class _Param:
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
     """Return the parameters of a module, sharded or not cut by FSDP2, each once under its first name."""
-    found: dict[torch.Tensor, _Param] = {}
+    params: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
             # The other plain parameters are those of ignored modules, which the user keeps out of FSDP.
             is_whole = parameter is not None and (not is_shardable(parameter) or leaf in kept_whole.get(submodule, ()))
             if parameter is not None and (is_whole or isinstance(parameter, DTensor)):
-                found.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
-    return list(found.values())
+                params.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
+    return list(params.values())
 
 
 def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:

@@ -294,9 +294,9 @@ def _require_root(module: nn.Module) -> None:
     Raises:
         RuntimeError: The module is not the root. Before the first forward FSDP2 has no root, and no gradients exist.
     """
-    found = fsdp_modules(module, root_only=True)
-    is_inside = not found and any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if is_inside or any(outer_root(part) is not None for part in found):
+    roots = fsdp_modules(module, root_only=True)
+    is_inside = not roots and any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if is_inside or any(outer_root(part) is not None for part in roots):
         raise RuntimeError(
             f"this {class_name(module)} is a part of a sharded module, and the norm is that of all gradients: call "
             "clip_grad_norm_(root, ...) with the module that was sharded as a whole"

@@ -80,11 +80,11 @@ def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
 
 def training_dtypes(module: nn.Module) -> set[torch.dtype]:
     """Return the dtypes that FSDP groups with trained parameters, and other trained parameters, compute in."""
-    found = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     for group in fsdp_groups(module):
         if any(item.sharded_param.requires_grad for item in group.fsdp_params):
-            found |= {group.mp_policy.param_dtype or item.sharded_param.dtype for item in group.fsdp_params}
-    return found
+            dtypes |= {group.mp_policy.param_dtype or item.sharded_param.dtype for item in group.fsdp_params}
+    return dtypes
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -100,8 +100,8 @@ def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's group objects in a module tree, each once, outer first. Not collective."""
-    found = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
-    return list({id(group): group for group in found}.values())
+    groups = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
+    return list({id(group): group for group in groups}.values())
 
 
 def own_groups(module: object) -> list[Any]:
@@ -290,17 +290,17 @@ def _requires_grad(group: Any) -> list[bool]:
     Parameters that are registered in place of shards lose it otherwise: FSDP2 copies it from the shards when it
     gathers. If the two differ later, the one that changed since the last forward began is right.
     """
-    found = [item.sharded_param.requires_grad for item in group.fsdp_params]
+    flags = [item.sharded_param.requires_grad for item in group.fsdp_params]
     if group not in _trained or group.is_sharded:
-        return found
+        return flags
     name = "_unsharded_param" if group.is_unsharded else "_sharded_post_forward_param"
     registered = [getattr(item, name) for item in group.fsdp_params]
     for index, parameter in enumerate(registered):
-        if parameter.requires_grad != found[index]:
-            found[index] = not _trained[group][index]
+        if parameter.requires_grad != flags[index]:
+            flags[index] = not _trained[group][index]
             for one in (parameter, group.fsdp_params[index].sharded_param):
-                one.requires_grad_(found[index])
-    return found
+                one.requires_grad_(flags[index])
+    return flags
 
 
 def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None], *_: Any) -> None:
@@ -394,13 +394,13 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     Returns:
         The modules; empty if nothing is sharded.
     """
-    found: list[FSDPModule] = []
+    modules: list[FSDPModule] = []
     below: set[nn.Module] = set()
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule) and submodule not in below:
-            found.append(submodule)
+            modules.append(submodule)
             below.update(submodule.modules() if root_only else ())
-    return found
+    return modules
 
 
 @contextmanager

@@ -239,8 +239,8 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     """Return True if memory has not been written: any element of a float, all elements of an integer tensor."""
     if not tensor.numel():
         return False
-    found = _bits(tensor) == _pattern(tensor)
-    return bool(found.any() if _is_number(tensor) else found.all())
+    is_unset = _bits(tensor) == _pattern(tensor)
+    return bool(is_unset.any() if _is_number(tensor) else is_unset.all())
 
 
 def _check_alike(module: nn.Module, *, has_rule: bool) -> None:

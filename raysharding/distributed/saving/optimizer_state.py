@@ -60,8 +60,8 @@ def write_optimizer(
     with agreeing():
         if get_rank() == 0:
             written.finish(directory)
-            found = {"format_version": FORMAT_VERSION, "outline": outline}
-            write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
+            fields = {"format_version": FORMAT_VERSION, "outline": outline}
+            write_file(directory, OPTIMIZER_NAME, json.dumps(fields).encode("ascii"))
 
 
 def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:

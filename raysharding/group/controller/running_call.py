@@ -193,12 +193,12 @@ class RunningCall:
     def _command(self, method: str, args: Part) -> tuple[Any, dict[str, ray.ObjectRef]]:
         """Return an encoded command, and the references of its fields that the ranks fetch before."""
         whole = self.submission
-        given: dict[str, Any] = {"args": args, "shared": whole.shared}
-        refs = {name: part for name, part in given.items() if isinstance(part, ray.ObjectRef)}
+        fields: dict[str, Any] = {"args": args, "shared": whole.shared}
+        refs = {name: part for name, part in fields.items() if isinstance(part, ray.ObjectRef)}
         command = Command(
             method=method,
             number=self.number,
-            **{**given, **dict.fromkeys(refs)},
+            **{**fields, **dict.fromkeys(refs)},
             is_fetched=bool(refs),
             output=whole.output,
             max_output_bytes=whole.max_output_bytes,
@@ -306,8 +306,8 @@ class RunningCall:
             return False
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
-            found = self.phase(rank), self.submission.deadline_s, stacks.get(rank), snapshots.get(rank)
-            self._observed.append(failures.rank_hung(self.ranks.members[rank].info, *found))
+            details = self.phase(rank), self.submission.deadline_s, stacks.get(rank), snapshots.get(rank)
+            self._observed.append(failures.rank_hung(self.ranks.members[rank].info, *details))
         # Late ranks that did not answer come first, ranks that wait for others last.
         self._observed.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
         return True

@@ -77,8 +77,8 @@ def submit_copy(
     for client in clients:
         client.connection.refuse_if_unusable()
     _paths[:] = [path for path in _paths if path.is_usable()]
-    found = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
-    path = next(found, None)
+    existing = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
+    path = next(existing, None)
     if path is None:
         path = WeightPath(source, target, merge, _store_address(source), (source.ranks, target.ranks))
         _paths.append(path)

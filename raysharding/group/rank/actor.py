@@ -268,10 +268,10 @@ def _snapshot(paths: Sequence[str]) -> str | None:
     from raysharding.checkpoint.storage import HubPath, split_path
 
     hub = HubPath.of_pinned(split_path(paths[0])[0]) if paths else None
-    found = None if hub is None else hub.cached()
-    if found is None or not all(os.path.exists(os.path.join(found, split_path(path)[1])) for path in paths):
+    cached = None if hub is None else hub.cached()
+    if cached is None or not all(os.path.exists(os.path.join(cached, split_path(path)[1])) for path in paths):
         return None
-    return found
+    return cached
 
 
 def _log_paths() -> tuple[str, ...]:
