@@ -101,7 +101,7 @@ class AsyncSaver:
         self.wait()
         save = begin_save(module, destination, optimizer, position, stall_s)
         try:
-            group = self._own_group(stall_s)  # on this thread: it may be made here, a collective of the training group
+            group = self._own_group(stall_s)  # on this thread: where it is made now, that is a collective
             if self._preparing is not None:
                 self._preparing.join()  # it allocates memory, and does not wait for other ranks
             # Memory may be short on one rank alone: the threads of the others would wait for its messages.

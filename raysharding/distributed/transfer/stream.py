@@ -21,9 +21,10 @@ Note: what orders the use of a buffer.
     `Slot.sent` is recorded on the current stream behind the messages of bucket k and its copies into shards
     (`release`). The copy stream waits for it before the copies of bucket k + 2, which overwrite `Slot.wire`.
 
-    A rank that does not read needs neither: its messages and its copies into shards follow each other on one stream.
-    No tensor is recorded on the copy stream (`Tensor.record_stream`): this object holds ring and shards, and `__exit__`
-    waits for the stream, so that the allocator gets no block back which a copy still uses.
+    A rank that does not read needs neither: the current stream alone orders its messages and its copies into shards.
+    No tensor is recorded on the copy stream (`Tensor.record_stream`): `ReadAhead` holds ring and shards, and its
+    `__exit__` waits for the stream (for a few seconds, after an error), so that the allocator gets no block back which
+    a copy still uses.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Note: why the ranks' collectives match.
     All ranks run the same commands in one order. The queue runs one call at a time; a command goes to a rank only when
     every rank has finished the one before, and a rank that has not finished in time ends the group. The controller
     alone sends commands, and an actor runs them on one thread (the concurrency group `work`). A rank that fails inside
-    a command leaves the others waiting in a collective. They get a while (`drain_s`) to fail by themselves, by a lost
-    connection, say; if one does not, the group is BROKEN, and ending the processes ends the wait.
+    a command may leave the others waiting in a collective. They get `drain_s` to fail by themselves, as by a lost
+    connection; if one does not, the group is BROKEN, and ending the processes ends the wait.
 
 Note: no change is missed.
     All methods run on the controller's event loop. A waiter takes the event that it waits for without an `await` since
