@@ -54,8 +54,8 @@ def shut_down(chosen: Collection[Connection]) -> None:
     Args:
         chosen: A subset of the result of `connections` on this rank. Connections that have since closed are skipped.
     """
-    # By the addresses of both ends, not by descriptor: other threads close sockets, and the kernel gives the number of a
-    # closed one to the next, which may be Ray's.
+    # By the addresses of both ends, not by descriptor: other threads close sockets, and the kernel gives the number of
+    # a closed one to the next, which may be Ray's.
     for own, connection in _open_sockets():
         if connection in chosen:
             with suppress(OSError):  # the remote end closed it first
