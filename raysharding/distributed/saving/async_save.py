@@ -173,8 +173,8 @@ class AsyncSaver:
         if self._group is None:
             with closed_listeners():
                 timeout = timedelta(seconds=stall_s)
-                # Of all ranks, which all make this call: those of a `ShardedModelGroup`, the only user of this class.
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
+                # All ranks make this call: those of a `ShardedModelGroup`, the only user of this class.
+                self._group = dist.new_group(backend="gloo", timeout=timeout)  # all ranks
         return self._group
 
     @property
