@@ -71,7 +71,7 @@ _CURES = {
     "omit it: FSDP2 always does so": "limit_all_gathers use_orig_params",
     "omit it: every save is in safetensors": "safe_serialization",
 }
-"""What to do → names in other libraries that no keyword of ours stands for."""
+"""Advice → keywords of other libraries that have no counterpart here."""
 
 _functions: list[Callable[..., Any]] = []
 

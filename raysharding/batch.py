@@ -289,7 +289,7 @@ class RankBatch:
         return parts
 
     def resized(self, num_rows: int) -> RankBatch:
-        """Return the same call on this rank's first `num_rows` rows, whole items; see `Split.resized`."""
+        """Return the same call on this rank's first `num_rows` rows, whole items, repeated if there are fewer."""
         batch = self._with_splits(lambda split: split.resized(num_rows))
         return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
 
@@ -408,10 +408,10 @@ def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, 
         `None` if an argument has a mark (`Split`, `Same`, `PerRank`), or if no tensor has a row for each of two or more
         ranks.
     """
-    found = _found(args, kwargs, positions)
-    if world_size < 2 or any(isinstance(one.leaf, _MARKS) for one in found):
+    every = _leaves(args, kwargs, positions)
+    if world_size < 2 or any(isinstance(one.leaf, _MARKS) for one in every):
         return None
-    for one in found:
+    for one in every:
         is_dense = isinstance(one.leaf, torch.Tensor) and not one.leaf.is_nested and one.leaf.ndim > 0
         if is_dense and len(one.leaf) >= world_size and _row_dim(one, (0,), len(one.leaf)) is not None:
             return f"{one.path} of shape {tuple(one.leaf.shape)}"
@@ -437,12 +437,12 @@ def deal(
 
     Raises:
         ValueError: Splits have unequal row counts or no rows, or differ in `rows_per_item`, by which their rows must
-            divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows (see `Same`), or a
+            divide; a Split leaf is not a tensor, a tensor outside every `Split` looks like rows and is no `Same`, or a
             `PerRank` has the wrong length. The error names the argument and the values found.
     """
-    found = _found(args, kwargs, positions)
-    splits = {one.path: one.leaf for one in found if isinstance(one.leaf, Split)}
-    for one in found:
+    every = _leaves(args, kwargs, positions)
+    splits = {one.path: one.leaf for one in every if isinstance(one.leaf, Split)}
+    for one in every:
         _check_mark(one.path, one.leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
     if any(split.collate_fn for split in splits.values()) and (list(splits) != ["args[0]"] or len(args) > 1):
@@ -452,8 +452,8 @@ def deal(
         )
     per_item = _rows_per_item(splits, counts)
     rows = split_rows(next(iter(counts.values())), world_size, per_item) if counts else ()
-    _check_whole(found, [split.dim for split in splits.values()], sum(rows))
-    is_replicated = not any(isinstance(one.leaf, Split | PerRank) for one in found)
+    _check_whole(every, [split.dim for split in splits.values()], sum(rows))
+    is_replicated = not any(isinstance(one.leaf, Split | PerRank) for one in every)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
     whole = RankBatch(
@@ -473,22 +473,22 @@ def deal(
     return [part_of(rank) for rank in range(world_size)]
 
 
-class _Found(NamedTuple):
+class _Leaf(NamedTuple):
     """A mark, or another leaf of a call's arguments."""
 
     path: str
-    """Where it is."""
+    """Its path in the arguments, such as `args[0]['input_ids']`."""
     name: str
     """The last name in the path; of a positional argument that of the parameter, if known."""
     leaf: Any
 
 
-def _found(args: Sequence[Any], kwargs: Mapping[str, Any], positions: Sequence[str]) -> list[_Found]:
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any], positions: Sequence[str]) -> list[_Leaf]:
     """Return the marks and other leaves of a call's arguments."""
     given = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
     names = {f"args[{index}]": name for index, name in enumerate(positions)}
     return [
-        _Found(root + below, (_NAME.findall(below) or [names.get(root, root)])[-1], leaf)
+        _Leaf(root + below, (_NAME.findall(below) or [names.get(root, root)])[-1], leaf)
         for root, value in given
         for below, leaf in leaves(value, is_leaf=_is_mark)
     ]
@@ -516,9 +516,9 @@ def _check_mark(path: str, mark: Any, world_size: int) -> None:
         raise ValueError(f"{path}: PerRank holds {len(mark)} values, but the group has {world_size} ranks")
 
 
-def _check_whole(found: Sequence[_Found], dims: Sequence[int], num_rows: int) -> None:
+def _check_whole(every: Sequence[_Leaf], dims: Sequence[int], num_rows: int) -> None:
     """Raise ValueError for a value outside every `Split` that looks like rows, as `Same` defines it."""
-    for one in found:
+    for one in every:
         dim = _row_dim(one, dims, num_rows)
         if dim is not None:
             path = one.path if one.name in one.path else f"{one.path} ({one.name})"
@@ -531,14 +531,14 @@ def _check_whole(found: Sequence[_Found], dims: Sequence[int], num_rows: int) ->
             )
 
 
-def _row_dim(found: _Found, dims: Sequence[int], num_rows: int) -> int | None:
+def _row_dim(one: _Leaf, dims: Sequence[int], num_rows: int) -> int | None:
     """Return the dim in which a leaf looks like rows; `None` if there is none."""
-    leaf = found.leaf
+    leaf = one.leaf
     is_dense = _is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)
     if not is_dense or num_rows < 2:
         return None
     if leaf.ndim == 1:
-        return 0 if _COLUMN.search(found.name) and len(leaf) == num_rows else None
+        return 0 if _COLUMN.search(one.name) and len(leaf) == num_rows else None
     return next((dim for dim in dims if _has_dim(leaf, dim) and leaf.shape[dim] == num_rows), None)
 
 

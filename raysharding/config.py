@@ -288,7 +288,7 @@ class Loading:
     bucket_bytes: int | None = None
     """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two buckets form the ring:
     one is read while the other is sent. Default: 32 MiB, or 64 MiB if each rank reads directly into its shard, without
-    a ring; see the note in `distributed/transfer/bucket_plan.py`."""
+    a ring."""
     dtype: torch.dtype | str | None = None
     """Floating dtype of the loaded parameters: `torch.bfloat16`, `"bfloat16"` and `"bf16"` mean the same. Default:
     config.json's, else the one floating dtype of the files; for a callable's model, the dtypes of its parameters."""

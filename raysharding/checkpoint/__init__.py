@@ -1,4 +1,4 @@
-"""What is in the files: headers and index to validated `TensorInfo`s, byte reads, and standard files written back."""
+"""Checkpoint files: validated headers and index, reads of byte ranges, and writes of standard files."""
 
 from raysharding.checkpoint.format import (
     Checkpoint,

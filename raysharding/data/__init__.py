@@ -1,6 +1,6 @@
 """Rows: their sources, order and distribution over ranks, and the files of `predict`. No collectives, no Ray.
 
-The batch of a step depends on data, batch size and seed, and not on the number of ranks; see `order.py`.
+The batch of a step depends on data, batch size and seed, and not on the number of ranks.
 """
 
 from raysharding.data.arrow_rows import (

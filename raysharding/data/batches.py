@@ -55,11 +55,11 @@ def epoch_batches(
         batch_size: Rows of a step, over all ranks.
         rank: This rank.
         world_size: Number of ranks.
-        shuffle: See `Order`; not for a `Stream`.
-        seed: See `Order`.
-        epoch: See `Order`.
+        shuffle: True for a random order; not for a `Stream`.
+        seed: Seed of the order, 0 or more.
+        epoch: Number of the epoch, from 0; each epoch has its own order.
         first_step: Number of steps to skip.
-        rows_per_item: See `Order`.
+        rows_per_item: Number of consecutive rows that stay together.
 
     Raises:
         ValueError: `shuffle` for a stream.
@@ -201,7 +201,7 @@ def part_batches(
         rank: This rank.
         world_size: Number of ranks.
         by_length: True to bring rows of like length together, in windows of 64 batches, the longest first.
-        keys: Columns that the batches have as `keys`, and their types; see `key_table`.
+        keys: Columns that the batches have as `keys`, and their types, `None` for those of the values.
 
     Raises:
         DataError: Keys do not fit their types.
@@ -227,7 +227,7 @@ def part_batches(
 
 
 def num_forwards(parts: Sequence[Part], num_rows: int, world_size: int) -> int:
-    """Return the number of forwards that `part_batches` yields; see there."""
+    """Return the number of forwards that `part_batches` yields: in each wave, those of its longest part."""
     waves = (parts[first : first + world_size] for first in range(0, len(parts), world_size))
     return sum(-(-max(part.num_rows for part in wave) // num_rows) for wave in waves)
 

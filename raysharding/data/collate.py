@@ -139,14 +139,14 @@ def _shown(value: Any) -> str:
 def rank_batch(
     collate: Collate, rank: int, rows: list[Any], counts: tuple[int, ...], rows_per_item: int = 1
 ) -> RankBatch:
-    """Make this rank's part of a call from its rows of a step; see `RankBatch.collated`.
+    """Make this rank's part of a call from its rows of a step.
 
     Args:
         collate: The user's function, or `default_collate`.
         rank: This rank.
         rows: Rows of this rank; an item of another rank if it has none.
         counts: Number of rows of each rank.
-        rows_per_item: Number of consecutive rows that belong together; see `Split`.
+        rows_per_item: Number of consecutive rows that belong together.
     """
 
     def collate_or_name(rows: list[Any]) -> Any:

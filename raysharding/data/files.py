@@ -47,7 +47,7 @@ class RowFiles(BlockSource):
     columns: tuple[str, ...] | None
     """Columns to read; `None` for all. Other columns are not decoded, and where the format allows it not read."""
     schema: str
-    """Serialized pyarrow schema of all files, as base64; see `common_schema`."""
+    """`common_schema` of all files, serialized, as base64."""
     _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -78,7 +78,7 @@ class RowFiles(BlockSource):
 
     @property
     def types(self) -> Any:
-        """See `BlockSource.types`."""
+        """`common_schema` of all files."""
         return schema_from_text(self.schema)
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def chosen_columns(source: DataPath, kinds: Mapping[str, str], known: KnownColum
     Args:
         source: Path, and the user's choice.
         kinds: Column → kind, by `kind_of`.
-        known: See `RowFiles.open`.
+        known: Leaves out the columns that the model does not take; `None`: none are left out.
 
     Raises:
         DataError: A column is missing, or the model takes none.
@@ -191,9 +191,9 @@ def list_files(directory: str) -> tuple[str, ...]:
         if info.type == arrow_fs.FileType.NotFound:
             cure = "check the spelling, and that the ranks' nodes see it"
             raise DataError(f"is not there, as rank 0 sees it: {cure}", path=directory)
-        found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
+        infos = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
     # As pyarrow's datasets do: .ipynb_checkpoints/, _temporary/, _delta_log/ and others hold no rows.
-    paths = [one.path for one in found if one.is_file]
+    paths = [one.path for one in infos if one.is_file]
     shown = [path for path in paths if not re.search(r"(^|/)[._]", path[len(inside) :].lstrip("/"))]
     for suffix in SUFFIXES:
         files = tuple(sorted(path for path in shown if path.lower().endswith(suffix)))

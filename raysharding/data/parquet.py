@@ -31,16 +31,16 @@ class ParquetFiles(RowFiles):
     def open(
         cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
     ) -> Self:
-        """Read the footers; see `RowFiles.open`."""
+        """Read the footers of all files."""
         directory = normal_path(source.path)
-        found = cls(directory, files, None, "", ())
+        draft = cls(directory, files, None, "", ())
         groups: list[tuple[int, ...]] = []
         names: list[str] | None = None
         columns: tuple[str, ...] | None = None
         first: dict[str, str] = {}
         schemas: list[tuple[str, Any]] = []
         for file in files:
-            metadata = found._footer(file)
+            metadata = draft._footer(file)
             groups.append(_group_rows(metadata))
             schema = metadata.schema.to_arrow_schema()
             names = schema.names if names is None else names
@@ -68,7 +68,7 @@ class ParquetFiles(RowFiles):
         return cls(directory, files, columns, schema_as_text(common_schema(schemas)), tuple(groups))
 
     def check_seen(self) -> None:
-        """See `RowFiles.check_seen`. Reads one footer."""
+        """Check that this process sees the same files as rank 0, by the footer of the first one."""
         rows = _group_rows(self._footer(self.files[0]))
         if rows != self.groups[0]:
             raise DataError(

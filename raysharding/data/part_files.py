@@ -256,32 +256,32 @@ class PartFiles:
         return dict(record)
 
     def _continued(self, record: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
-        found = self._read_record()
-        is_own = found["run"] == record["run"]
+        stored = self._read_record()
+        is_own = stored["run"] == record["run"]
         if not is_own and not resume:
-            what = f"holds rows of an earlier predict ({found['num_rows']} in all): resume=True continues it"
+            what = f"holds rows of an earlier predict ({stored['num_rows']} in all): resume=True continues it"
             raise DataError(f"{what}; else remove the directory, or give another one", path=self.directory)
         for name in (name for name in record if name not in ("run", "num_parts")):
-            was = found.get(name)
+            was = stored.get(name)
             if was != record[name]:
                 what = f"the run that is to be resumed had {name}={was!r}, and this one has {record[name]!r}"
                 if name in _FINGERPRINTS:
                     what = " of the run that is to be resumed".join(_FINGERPRINTS[name])
                 raise DataError(f"{what}: pass the same, or give another directory as output=", path=self.directory)
-        return self._write_record(found | {"run": record["run"]})
+        return self._write_record(stored | {"run": record["run"]})
 
     def _read_record(self) -> dict[str, Any]:
         path = join_path(self.directory, RECORD_NAME)
         file = storage_of(self.directory).open(path)
         try:
-            found = json.loads(read_bytes(file, 0, file.found.num_bytes))
+            stored = json.loads(read_bytes(file, 0, file.stat.num_bytes))
         except ValueError as error:  # of JSON, or of its encoding
-            found = str(error)
+            stored = str(error)
         finally:
             file.close()
-        if isinstance(found, dict) and "run" in found and all(type(found.get(one)) is int for one in _COUNTS):
-            return found
-        what = f"is damaged ({shown(found)}), so the run in this directory cannot be continued"
+        if isinstance(stored, dict) and "run" in stored and all(type(stored.get(one)) is int for one in _COUNTS):
+            return stored
+        what = f"is damaged ({shown(stored)}), so the run in this directory cannot be continued"
         raise DataError(f"{what}: remove the directory, or give another one as output=", path=path)
 
     def path_of(self, part: Part) -> str:
@@ -305,10 +305,10 @@ class PartFiles:
 
             def footer(part: Part) -> Any:
                 try:
-                    found = parquet.read_metadata(system.open_input_file(f"{inside}/{_name(part)}"))
+                    metadata = parquet.read_metadata(system.open_input_file(f"{inside}/{_name(part)}"))
                 except ValueError:  # cut off, by other than a predict: it has no footer
                     return None
-                return found if found.num_rows == part.num_rows else None
+                return metadata if metadata.num_rows == part.num_rows else None
 
             there = [part for part in parts if _name(part) in names]
             footers = storage.each(footer, there)

@@ -61,13 +61,13 @@ class TableReader(Reader):
         self._table, self._next = table, 0
 
     def take(self, num_rows: int) -> Sequence[Any]:
-        """See `Reader`."""
+        """Return the next rows, as `ArrowRows`."""
         part = self._table.slice(self._next, num_rows)
         self._next += num_rows
         return ArrowRows(part.to_batches())
 
     def skip(self, num_rows: int) -> None:
-        """See `Reader`."""
+        """Skip the next rows."""
         self._next += num_rows
 
 

@@ -32,7 +32,7 @@ _CSV_ROW = re.compile(rb"%b(?>,%b)*+(?>\r\n|\n|\r(?!\Z))" % (_FIELD, _FIELD))
 _CODE = r"^\s*[+-]?(0[\dxX].*|\d{16,}\s*)$"
 """A number that begins with 0, or that int64 or float64 may change."""
 _LONG_OR_PADDED = re.compile(rb"(?<![0-9A-Za-z./:_])0[0-9xX]|(?<![0-9.])[0-9]{16}")
-"""What may begin such a number; not within a float, a date, a time or a word."""
+"""Beginning of a text that may be such a number; not within a float, a date, a time or a word."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TextFiles(RowFiles):
     def open(
         cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
     ) -> Self:
-        """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
+        """Read the files once, to find rows and types, those that fit the whole column.
 
         A column that is not read may hold values of any types. Times and dates are text, as they are in the file. A
         column of CSV is text if an integer in it begins with 0, does not fit int64, or is another number as float64.
@@ -60,7 +60,7 @@ class TextFiles(RowFiles):
         read = None if known is None or known.names is None else {*known.names, *known.also}
         wanted = source.columns or read
         directory = normal_path(source.path)
-        found = cls(directory, files, None, "", ())
+        draft = cls(directory, files, None, "", ())
         blocks: list[tuple[int, int, int, int]] = []
         types: dict[str, Any] = {}
         inexact: dict[str, str] = {}
@@ -68,7 +68,7 @@ class TextFiles(RowFiles):
         for number, file in enumerate(files):
             names: list[str] | None = None
             line = 1
-            for start, data in _blocks(found._handle(file), file):
+            for start, data in _blocks(draft._handle(file), file):
                 with _naming_lines(file, data, line):
                     table = _inferred(file, data, names, wanted)
                 if names is None and _is_csv(file):
@@ -97,7 +97,7 @@ class TextFiles(RowFiles):
         return cls(directory, files, columns, schema_as_text(arrow.schema(types)), tuple(blocks))
 
     def check_seen(self) -> None:
-        """See `RowFiles.check_seen`. Reads the size of the first file, which may have grown."""
+        """Check that this process sees the same files as rank 0, by the size of the first one, which may have grown."""
         end = max(start + num_bytes for file, start, num_bytes, _ in self.blocks if file == self.blocks[0][0])
         path = self.files[self.blocks[0][0]]
         with reading(path):

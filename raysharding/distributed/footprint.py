@@ -131,12 +131,12 @@ def planned_tensors(
         PlanError: `ignored_modules` names a missing module.
     """
     whole = whole_parameters(module, sharding, groups)
-    found = []
+    layouts = []
     for fqn, tensor in module_tensors(module).items():
-        cut = isinstance(tensor, nn.Parameter) and tensor not in whole
-        layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if cut else 0)
-        found.append(_tensor_footprint(tensor, layout))
-    return found
+        is_sharded = isinstance(tensor, nn.Parameter) and tensor not in whole
+        layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if is_sharded else 0)
+        layouts.append(_tensor_footprint(tensor, layout))
+    return layouts
 
 
 def _tensor_footprint(tensor: torch.Tensor, layout: TensorLayout) -> TensorFootprint:

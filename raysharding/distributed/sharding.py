@@ -87,15 +87,16 @@ class DistModule(nn.Module):
         Args:
             state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
                 items load on access can be larger than memory. Ignored on the other ranks, which can pass an empty
-                dict. Extra state is set on every rank, see `load_full_state_dict`. `load_state_dict` post-hooks of the
-                modules run at the end; pre-hooks do not run, because no module gets a state dict of its own.
-            strict: See `load_full_state_dict`.
+                dict. Extra state is set on every rank. `load_state_dict` post-hooks of the modules run at the end;
+                pre-hooks do not run, because no module gets a state dict of its own.
+            strict: True if missing and unexpected keys are errors. If False, missing tensors stay as they are.
             assign: False: tensors of the module keep dtype and device, and tensors on meta get memory on the device of
                 the mesh (torch would silently do nothing). True: new tensors with the incoming dtypes.
             timeout_s: Longest wait for one item or bucket, in seconds.
 
         Returns:
-            `missing_keys` and `unexpected_keys`, the same on every rank. Cost: see `load_full_state_dict`.
+            `missing_keys` and `unexpected_keys`, the same on every rank. Wire: each shard once to each rank that holds
+            it. Memory above the shards: two buckets of 32 MiB, and on rank 0 one item where items load on access.
 
         Raises:
             PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype. A
@@ -260,10 +261,10 @@ def _distribute(
     first_names: dict[tuple[int, ...], str] = {}
     first = {name: first_names.setdefault(_memory_of(tensor), name) for name, tensor in meta_sharded_state_dict.items()}
     made = {name: meta_like(meta_sharded_state_dict[name]) for name in first_names.values()}
-    found = distribute_state_dict(state_dict, {name: made[first[name]] for name in first}, timeout_s=timeout_s)
+    loaded = distribute_state_dict(state_dict, {name: made[first[name]] for name in first}, timeout_s=timeout_s)
     num_names = Counter(first.values())
     kept: dict[str, torch.Tensor] = {}
-    for name, value in found.items():
+    for name, value in loaded.items():
         if (key := first[name]) not in kept:
             # `load_state_dict(assign=True)` makes a Parameter of each plain DTensor, and so two of a tied one.
             is_tied_parameter = num_names[key] > 1 and isinstance(value, DTensor) and value.is_floating_point()

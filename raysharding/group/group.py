@@ -54,8 +54,8 @@ from raysharding.group.fit import (
     REFUSED_BESIDE,
     Callback,
     EarlyStop,
-    FitLock,
     FitReport,
+    RunLock,
     run_fit,
     run_predict,
     submit_evaluate,
@@ -110,10 +110,10 @@ class ShardedModelGroup:
             is_attached: True if the end of a `with` block leaves the group to its other drivers.
         """
         self._is_attached = is_attached
-        self._fits = FitLock()
+        self._run_lock = RunLock()
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._parts = running
         # A call(fn), or another driver, may set an optimizer: only the ranks know.
         self._may_have_optimizer = is_attached or running.spec.optimizer is not None
@@ -417,7 +417,7 @@ class ShardedModelGroup:
         Raises:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
-            UnreadableLossError: See `loss`. The group is READY.
+            UnreadableLossError: It is not known how `loss` averages over the rows. The group is READY.
             GroupError: The model or the loss raised.
             ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode`
                 or a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
@@ -616,7 +616,7 @@ class ShardedModelGroup:
 
         The rows of a step depend on data, batch size and seed, not on the number of ranks. Ctrl-C ends the run after
         the steps in progress, and leaves the group READY; a second one raises at once. A group that breaks is restarted
-        up to `max_restarts` times (see `from_checkpoint`), and continues from the last save. One `fit` runs on a group
+        up to `max_restarts` times, an option of the group, and continues from the last save. One `fit` runs on a group
         at a time; calls that change the model are refused during it, and others run between two steps.
         docs/pages/training.md (Runs) says what each option does.
 
@@ -657,7 +657,7 @@ class ShardedModelGroup:
 
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
-            SystemExit: SIGTERM ended the run; see `save_on_signal`.
+            SystemExit: With `save_on_signal`: SIGTERM ended the run, after a save.
             KeyboardInterrupt: Ctrl-C ended the run; its `__cause__` is the CheckpointError of a save that failed.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, is empty, or is not that of the run that is resumed. The group is READY.
@@ -667,7 +667,7 @@ class ShardedModelGroup:
         """
         options = given(locals())
         self._require_optimizer("fit")
-        return run_fit(self._running, self._fits, options, save=self.save, restart=self._restart, load=self._load)
+        return run_fit(self._running, self._run_lock, options, save=self.save, restart=self._restart, load=self._load)
 
     @property
     def last_fit(self) -> FitReport | None:
@@ -675,7 +675,7 @@ class ShardedModelGroup:
 
         A `fit` that ends before the ranks have opened the data leaves the report of the one before.
         """
-        return self._fits.last_report
+        return self._run_lock.last_report
 
     @handle
     @with_hints
@@ -785,7 +785,7 @@ class ShardedModelGroup:
 
         Returns:
             With `output` a `PredictReport`. Without it a `pyarrow.Table`; or, if the result is larger than
-            `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store, which
+            the group's `max_output_bytes`, a `ray.data.Dataset` over the tables in the object store, which
             end with the group.
 
         Raises:
@@ -800,7 +800,7 @@ class ShardedModelGroup:
                 `predict` runs on the group.
         """
         options = given(locals())
-        return run_predict(self._running, self._fits, options, self._restart)
+        return run_predict(self._running, self._run_lock, options, self._restart)
 
     @handle
     @with_hints
@@ -848,7 +848,7 @@ class ShardedModelGroup:
                 lists them), or cannot be written.
         """
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
-        is_origin = dtype is None and (optimizer or not self._fits.is_running)
+        is_origin = dtype is None and (optimizer or not self._run_lock.is_running)
         cast = None if dtype is None else floating_dtype(dtype)
         to = Destination(output_path("path", path), overwrite, keep_last, dtype=cast)
         what = to, optimizer, async_save, is_origin
@@ -1047,7 +1047,7 @@ class ShardedModelGroup:
 
         In a notebook, the output of the cell is updated while other cells run. On a terminal, the lines on stderr are
         drawn again; in a log, there is a line when the state changes or a `fit` reports steps. The ranks are probed
-        (see `status`) once per `refresh_s` while the view lasts, and not otherwise. A group has one view: another
+        as by `status` once per `refresh_s` while the view lasts, and not otherwise. A group has one view: another
         `watch` ends the earlier one.
 
         Args:
@@ -1062,8 +1062,8 @@ class ShardedModelGroup:
         """
         if self._view is not None:
             self._view.stop()
-        fits = self._fits  # not the group, which the view must not keep alive
-        self._view = LiveView(self._client, lambda: fits.last_step, refresh_s)
+        lock = self._run_lock  # not the group, which the view must not keep alive
+        self._view = LiveView(self._client, lambda: lock.last_step, refresh_s)
         return self._view
 
     @blocking
@@ -1154,7 +1154,7 @@ class ShardedModelGroup:
             TimeoutError: `timeout_s` passed; the running call still runs, and the calls behind it are cancelled.
             GroupBrokenError: The group is broken or shut down. A `fit` that is restarting it ends nevertheless.
         """
-        self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
+        self._run_lock.interrupt()  # first: a `fit` may be about to restart a broken group
         self._client.connection.refuse_if_unusable()
         return self._client.interrupt(timeout_s)
 
@@ -1198,7 +1198,7 @@ class ShardedModelGroup:
 
     def _unless_fit(self, method: str, **options: Any) -> dict[str, Any]:
         """Return the options of a call that changes the model, and refuse it while this driver's `fit` runs."""
-        self._fits.refuse(self.name, method)
+        self._run_lock.refuse(self.name, method)
         return {"refused_beside": REFUSED_BESIDE, **options}
 
     def _keep_optimizer(self, change: Callable[[Callable[..., Any] | None], Callable[..., Any] | None]) -> None:
@@ -1227,8 +1227,8 @@ class ShardedModelGroup:
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
     ) -> list[RankBatch]:
         """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        bounds, told = self._running.loaded.bounds, self._told
-        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
+        bounds, warned = self._running.loaded.bounds, self._warned
+        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, warned=warned)
 
     def _restart(
         self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None
@@ -1236,7 +1236,7 @@ class ShardedModelGroup:
         # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
             path = None if checkpoint is None else os.fspath(checkpoint)
-            return restart(self._running, checkpoint=path, world_size=world_size, claim=self._fits.claim)
+            return restart(self._running, checkpoint=path, world_size=world_size, lock=self._run_lock.held)
 
     def _load(
         self,

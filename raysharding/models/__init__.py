@@ -25,7 +25,7 @@ from raysharding.models.wrap import (
     full_precision_groups,
     ignored_modules,
     input_and_output,
-    is_cut,
+    is_shardable,
     low_dtype,
     stays_in_full_precision,
     unfreed_groups,

@@ -155,8 +155,8 @@ def _problem(layer: Any, owners: Mapping[torch.Tensor, int]) -> str | None:
 def _weight(layer: Any) -> torch.Tensor:
     """Return the parameter that a LoRA layer adapts: a layer's weight, or one that `target_parameters` names."""
     base = layer.get_base_layer()
-    found: torch.Tensor = getattr(base, getattr(layer, "parameter_name", "weight"))
-    return found
+    weight: torch.Tensor = getattr(base, getattr(layer, "parameter_name", "weight"))
+    return weight
 
 
 def _factors_of(layer: Any) -> Iterator[tuple[torch.Tensor, list[str], bool]]:

@@ -36,7 +36,7 @@ _SUPPORTED: Final = (
 )
 """Fields of `peft.LoraConfig` that may differ from their defaults. The other fields read base weights when adapters are
 created, and no rank holds these whole; or the fields change which parameters the base checkpoint fills. DoRA's first
-magnitudes are computed when the base is loaded; see `first_magnitude`."""
+magnitudes are computed when the base is loaded (`first_magnitude`)."""
 _SCALE: Final[Mapping[str, Any]] = {
     "r": 8,
     "lora_alpha": 8,

@@ -1,7 +1,7 @@
-"""`BlockTensor`: a tensor without data that records the boxes of source tensors that fill it.
+"""`BlockTensor`: a tensor without data that records which blocks of source tensors fill it.
 
 transformers' conversion operations run unchanged on a `BlockTensor` (torch dispatches on `__torch_function__`): stack,
-concatenate, chunk, split, transpose and reshape only move boxes, so the result is a list of contiguous ranges of the
+concatenate, chunk, split, transpose and reshape only move blocks, so the result is a list of contiguous ranges of the
 files. Any other operation raises `UnsupportedOperationError`; such a conversion must run on real tensors.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 
 class UnsupportedOperationError(TypeError):
-    """An operation that does more than move boxes."""
+    """An operation that does more than move blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of the target, filled from one source at constant strides."""
+    """A rectangular part of the target, in all dims, filled from one source at constant strides."""
 
     source: str
     """Key in the checkpoint."""
     offset: int
-    """Index of the element of the flattened source that fills the box's first corner."""
+    """Index of the element of the flattened source that fills the block's first element."""
     start: tuple[int, ...]
-    """The box's first corner in the target."""
+    """Index of the block's first element in the target, in each dim."""
     size: tuple[int, ...]
-    """The box's extent in each dim."""
+    """The block's size in each dim."""
     strides: tuple[int, ...]
     """Elements of the source for one step along each dim of the target."""
 
@@ -94,7 +94,7 @@ class BlockTensor:
         """Implement torch's own functions, so code written for tensors runs on this class."""
         moves = _MOVES.get(func)
         if moves is None:
-            raise UnsupportedOperationError(f"{getattr(func, '__name__', func)} does more than move boxes")
+            raise UnsupportedOperationError(f"{getattr(func, '__name__', func)} does more than move blocks")
         return moves(*args, **(kwargs or {}))
 
     @property
@@ -119,7 +119,7 @@ class BlockTensor:
         return self.dtype.is_floating_point
 
     def contiguous(self) -> BlockTensor:
-        """Return this tensor: boxes have no memory format."""
+        """Return this tensor: blocks have no memory format."""
         return self
 
     clone = detach = contiguous
@@ -171,7 +171,7 @@ class BlockTensor:
         return self._moved(meta, lambda sizes, new: (*sizes[:dim], new, *sizes[dim:]))
 
     def _moved(self, meta: torch.Tensor, move: Callable[[Shape, int], Shape]) -> BlockTensor:
-        """Return the tensor with `move(sizes, value of a new dim)` in place of each box's corner, sizes and strides."""
+        """Return the tensor with `move(sizes, value of a new dim)` instead of start, size and strides of each block."""
         return BlockTensor(
             meta,
             [
@@ -195,7 +195,7 @@ class BlockTensor:
         runs = self.runs(MAX_RUNS)
         if runs is None:
             raise UnsupportedOperationError(f"cannot reshape more than {MAX_RUNS} contiguous ranges")
-        return BlockTensor(meta, [block for run in runs for block in _boxes(run, tuple(meta.shape))])
+        return BlockTensor(meta, [block for run in runs for block in _cut(run, tuple(meta.shape))])
 
     view = reshape
 
@@ -209,20 +209,20 @@ class BlockTensor:
         if sum(math.prod(block.size[:outer]) for block, outer, _ in counted) > max_runs:
             return None
         strides = row_major_strides(self.shape)
-        found: list[Run] = []
+        runs: list[Run] = []
         for block, outer, length in counted:
             base = sum(at * stride for at, stride in zip(block.start, strides, strict=True))
             for index in itertools.product(*(range(extent) for extent in block.size[:outer])):
                 source = block.offset + sum(map(int.__mul__, index, block.strides))
-                found.append(Run(block.source, source, base + sum(map(int.__mul__, index, strides)), length))
-        return _joined(sorted(found, key=lambda run: run.target_start))
+                runs.append(Run(block.source, source, base + sum(map(int.__mul__, index, strides)), length))
+        return _joined(sorted(runs, key=lambda run: run.target_start))
 
     def _run_dims(self, block: Block) -> tuple[int, int]:
         """Return (number of outer dims, elements of one run): the inner dims are contiguous in source and target."""
         outer, length = len(block.size), 1
         while outer > 0:
             dim = outer - 1
-            # The stride of a dim of length 1 in the box does not matter.
+            # The stride of a dim of length 1 in the block does not matter.
             if block.size[dim] != 1 and block.strides[dim] != length:
                 break
             outer, length = dim, length * block.size[dim]
@@ -248,8 +248,8 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-def _boxes(run: Run, shape: Shape) -> Iterator[Block]:
-    """Cut a range of a flattened tensor into boxes of a shape, the largest that begin where the last one ended."""
+def _cut(run: Run, shape: Shape) -> Iterator[Block]:
+    """Cut a range of a flattened tensor into blocks of a shape, the largest that begin where the last one ended."""
     strides = row_major_strides(shape)
     if not shape:
         yield Block(run.source, run.source_start, (), (), ())

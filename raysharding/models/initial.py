@@ -35,9 +35,9 @@ class Writes(TorchDispatchMode):
 
     def cover(self, tensor: torch.Tensor) -> bool:
         """Return True if one operation set all of `tensor`, and no operation wrote a result of unknown values."""
-        return _key(tensor) in self._set and not self.spoiled(tensor)
+        return _key(tensor) in self._set and not self.has_unknown(tensor)
 
-    def spoiled(self, tensor: torch.Tensor) -> bool:
+    def has_unknown(self, tensor: torch.Tensor) -> bool:
         """Return True if an operation on `tensor` needed another tensor's values, which do not exist on meta.
 
         torch does not always raise in this case: `real.mul_(on_meta)` returns without any change.
@@ -100,7 +100,7 @@ class Initialiser:
 
     def __init__(self, module: nn.Module, seed: int) -> None:
         self._seed = seed
-        self._tree = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=True))
+        self._tree = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_initialised=True))
 
     def value(self, fqn: str) -> torch.Tensor:
         """Compute one value.
@@ -115,7 +115,7 @@ class Initialiser:
             PlanError: There is no rule, or the rule raises or leaves part of the tensor unset.
         """
         for rule in rules_for(self._tree, fqn):
-            value = self._settled(fqn, rule)
+            value = self._value_by(fqn, rule)
             if value is not None:
                 return value
         raise PlanError(
@@ -123,7 +123,7 @@ class Initialiser:
             "sets it: put it into the checkpoint, or give the class a reset_parameters() that sets it"
         )
 
-    def _settled(self, fqn: str, rule: Rule) -> torch.Tensor | None:
+    def _value_by(self, fqn: str, rule: Rule) -> torch.Tensor | None:
         """Return the value that `rule` sets; `None` if the rule leaves an element unset."""
         target = lookup(self._tree, fqn)
         if target.is_floating_point() or target.is_complex():
@@ -146,7 +146,7 @@ class Initialiser:
         except Exception as exc:  # noqa: BLE001 - a rule may be a user's code
             why, cause = f"raised {type(exc).__name__}: {exc}", exc
         else:
-            if writes.spoiled(real) or (beside and drew):
+            if writes.has_unknown(real) or (beside and drew):
                 why = "computes it from another tensor's values"
         if why and not beside and (beside := self._set_beside(fqn)):
             return self._run(fqn, rule, fill, beside)
@@ -187,12 +187,12 @@ class Initialiser:
         return stand_in(self._tree, placeholder)
 
 
-def placeholder_of(tensor: torch.Tensor, *, is_settled: bool) -> torch.Tensor:
-    """Return a meta tensor of the same shape; transformers' initialisers skip the tensor if `is_settled`."""
+def placeholder_of(tensor: torch.Tensor, *, is_initialised: bool) -> torch.Tensor:
+    """Return a meta tensor of the same shape; transformers' initialisers skip the tensor if `is_initialised`."""
     empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    if is_settled:
+    if is_initialised:
         setattr(empty, INITIALISED, True)
     return empty
 
@@ -293,7 +293,7 @@ def _proven(module: nn.Module, names: Sequence[str]) -> set[str]:
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     wanted = {id(lookup(module, name)) for name in names}
-    copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=id(tensor) not in wanted))
+    copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_initialised=id(tensor) not in wanted))
     proven: set[str] = set()
     for held in owners.values():
         # A rule may need values, which this dry run lacks; the run on a real tensor decides.

@@ -92,7 +92,7 @@ class KeyMap:
     heads: frozenset[str] = frozenset()
     """Those of `missing` and `unexpected` that are no mismatch: heads that only one of two model classes has."""
     cure: str = ""
-    """What to give if the names in the files have a prefix too much or too little."""
+    """Advice if the names in the files have a prefix too much or too little."""
     doubled: tuple[Target, ...] = ()
     """Targets for second names of tied tensors, if the checkpoint holds both names. A rank that can read the files must
     check that the values are equal, with `differing_ties`."""
@@ -105,8 +105,8 @@ class KeyMap:
                 model takes nothing is a mismatch in any case.
         """
         if not strict:
-            strange = self.unexpected if not self.targets else ()
-            none = [f"none of its {len(strange)} keys is the model's: {strange[0]}, ..."] if strange else []
+            foreign = self.unexpected if not self.targets else ()
+            none = [f"none of its {len(foreign)} keys is the model's: {foreign[0]}, ..."] if foreign else []
             return [*self.problems, *none]
         both = (("missing from", self.missing), ("unexpected in", self.unexpected))
         lines = [f"{what} the checkpoint: {name}" for what, names in both for name in names if name not in self.heads]
@@ -143,7 +143,7 @@ class _Feed:
     sources: tuple[str, ...]
     conversion: Conversion | None = None
     result: BlockTensor | torch.Tensor | None = None
-    """Result of the conversion; a tensor on meta, if the conversion takes more than boxes."""
+    """Result of the conversion; a tensor on meta, if the conversion takes more than blocks."""
 
 
 def map_keys(
@@ -182,13 +182,13 @@ def map_keys(
 
 def _prefix_mappings(keys: KeyMap) -> dict[str, dict[str, str]]:
     """Return prefix → `key_mapping` that may cure missing names and unexpected keys that differ by this prefix."""
-    found: dict[str, dict[str, str]] = {}
+    mappings: dict[str, dict[str, str]] = {}
     for key in keys.unexpected[:8]:
         for dot in (index for index, letter in enumerate(key, 1) if letter == "."):
             if any(f".{name}".endswith(f".{key[dot:]}") for name in keys.missing):
-                found[key[:dot]] = {"^" + re.escape(key[:dot]): ""}
-        found |= {name[: -len(key)]: {"^": name[: -len(key)]} for name in keys.missing if name.endswith(f".{key}")}
-    return found
+                mappings[key[:dot]] = {"^" + re.escape(key[:dot]): ""}
+        mappings |= {name[: -len(key)]: {"^": name[: -len(key)]} for name in keys.missing if name.endswith(f".{key}")}
+    return mappings
 
 
 class _Mapper:
@@ -244,7 +244,7 @@ class _Mapper:
         self._feeds[fqn] = feed
 
     def _feed_converted(self, conversion: Conversion) -> None:
-        """Run a conversion on boxes, or on meta tensors if it needs more than boxes, to determine its results."""
+        """Run a conversion on blocks, or on meta tensors if it needs more than blocks, to determine its results."""
         infos = {key: self._tensors[key] for key in conversion.sources}
         try:
             results = conversion.run(lambda key: BlockTensor.of_source(key, infos[key].shape, infos[key].dtype))
@@ -328,10 +328,10 @@ class _Mapper:
     def _target(self, fqn: str, entry: _Entry, feed: _Feed) -> Target | None:
         infos = [self._tensors[key] for key in feed.sources]
         wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
-        found = infos[0].shape if feed.result is None else tuple(feed.result.shape)
+        shape = infos[0].shape if feed.result is None else tuple(feed.result.shape)
         operations = feed.conversion.operations if feed.conversion is not None else ""
-        if found != wanted or category(wide) != category(entry.tensor.dtype):
-            self._problems.append(_misfit_of(fqn, entry, feed, found, wide) + self._vocabulary(found, wanted))
+        if shape != wanted or category(wide) != category(entry.tensor.dtype):
+            self._problems.append(_misfit_of(fqn, entry, feed, shape, wide) + self._vocabulary(shape, wanted))
             return None
         runs = _runs(feed, wanted, wide)
         sources = feed.sources
@@ -440,7 +440,7 @@ def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run,
     most = min(MAX_RUNS, max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
     runs = feed.result.runs(most if feed.conversion is not None else num_elements)  # rows are read one by one
     if runs is not None:
-        assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"
+        assert sum(run.num_elements for run in runs) == num_elements, "blocks of equal shape fill the target"
     return runs
 
 

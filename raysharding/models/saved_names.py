@@ -1,7 +1,7 @@
 """Names and shapes of the tensors in a save of a module, as files of the model's kind have them.
 
 On loading, transformers packs tensors (a layer's experts into one parameter) and renames them. A save reverts both by
-transformers' own tables, run on boxes instead of tensors: the results are ranges of the module's tensors, so no tensor
+transformers' own tables, run on blocks instead of tensors: the results are ranges of the module's tensors, so no tensor
 is gathered.
 """
 
@@ -144,13 +144,13 @@ def _reverted(
 
     # transformers looks the tables up by class name, which FSDP changes.
     model: Any = stand_in(module)
-    boxes = {names[fqn]: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
+    blocks = {names[fqn]: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
     try:
-        found: Mapping[str, Any] = revert_weight_conversion(model, boxes)
+        reverted: Mapping[str, Any] = revert_weight_conversion(model, blocks)
     except Exception:  # noqa: BLE001 - transformers' operations raise any type
-        return None  # the conversion does arithmetic, and boxes have no values
+        return None  # the conversion does arithmetic, and blocks have no values
     saved: dict[str, SavedTensor] = {}
-    for key, value in found.items():
+    for key, value in reverted.items():
         if not isinstance(value, BlockTensor):
             return None
         runs = value.runs(min(MAX_RUNS, max(_FEW_RUNS, value.numel() * value.dtype.itemsize // _MIN_RUN_BYTES)))

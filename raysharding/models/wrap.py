@@ -30,7 +30,7 @@ from raysharding.models.stand_in import class_name
 from raysharding.torch_internals import BatchNorm
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
+def is_shardable(parameter: nn.Parameter) -> bool:
     """Return True if FSDP2 shards this parameter. One of 0 dims or without elements stays whole on every rank."""
     return parameter.ndim > 0 and parameter.numel() > 0
 
@@ -73,16 +73,16 @@ def whole_parameters(root: nn.Module, sharding: Sharding, groups: Iterable[tuple
         sharding: The sharding; `ignored_modules` and `mixed_precision` are read.
         groups: Result of `wrap_groups`.
     """
-    found = ignored_parameters(root, sharding)
-    found.update(parameter for parameter in root.parameters() if not is_cut(parameter))
-    tree = _Tree(root, found)
+    whole = ignored_parameters(root, sharding)
+    whole.update(parameter for parameter in root.parameters() if not is_shardable(parameter))
+    tree = _Tree(root, whole)
     for kind in _kinds(root, sharding):
         for names in (*groups, ("",)):
             held = tree.held(names, groups, kind)
             main = _main_dtype(held, kind)
             others = [(name, one) for name, owned in held.items() for one in owned.values() if kind(one) != main]
-            found.update(one for name, one in others if _may_be_whole(root, name, one))
-    return found
+            whole.update(one for name, one in others if _may_be_whole(root, name, one))
+    return whole
 
 
 def _may_be_whole(root: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -191,11 +191,11 @@ def _named(root: nn.Module, modules: dict[str, nn.Module], item: str | nn.Module
                 "that was sent to another process is a copy: name it by a regular expression"
             )
         return [item]
-    found = [module for name, module in modules.items() if name and re.fullmatch(item, name)]
-    if not found:
+    matching = [module for name, module in modules.items() if name and re.fullmatch(item, name)]
+    if not matching:
         names = ", ".join(name for name in list(modules)[1:6])
         raise PlanError(f"ignored_modules: {item!r} matches no module's whole name; examples of names: {names}")
-    return found
+    return matching
 
 
 def ignored_parameters(root: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
@@ -312,24 +312,24 @@ class _Tree:
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names whose modules run their own forward and have a parameter to shard."""
         known = (name for name in dict.fromkeys(names) if name in self.modules and _runs_forward(self.root, name))
-        return tuple(name for name in known if any(map(self.is_cut, self.modules[name].parameters())))
+        return tuple(name for name in known if any(map(self.is_shardable, self.modules[name].parameters())))
 
-    def is_cut(self, parameter: nn.Parameter) -> bool:
+    def is_shardable(self, parameter: nn.Parameter) -> bool:
         """Return True if FSDP2 shards this parameter and it is not ignored."""
-        return is_cut(parameter) and parameter not in self.ignored
+        return is_shardable(parameter) and parameter not in self.ignored
 
     def held(self, names: Iterable[str], groups: Iterable[tuple[str, ...]], kind: _Kind) -> _Held:
         """Return the parameters of one group, without those of groups inside it, for which `kind` has a dtype."""
-        found: dict[str, dict[str, nn.Parameter]] = {}
+        held: dict[str, dict[str, nn.Parameter]] = {}
         members = {name for group in groups for name in group}
         pending = list(names)
         while pending:
             name = pending.pop(0)
             module, dot = self.root.get_submodule(name), f"{name}." if name else ""
             parameters = {dot + key: one for key, one in module._parameters.items() if one is not None}
-            found[name] = {fqn: one for fqn, one in parameters.items() if self.is_cut(one) and kind(one)}
+            held[name] = {fqn: one for fqn, one in parameters.items() if self.is_shardable(one) and kind(one)}
             pending[:0] = [dot + child for child, _ in module.named_children() if dot + child not in members]
-        return {name: parameters for name, parameters in found.items() if parameters}
+        return {name: parameters for name, parameters in held.items() if parameters}
 
     def inside(self, name: str, other: str) -> bool:
         """Return True if module `name` is inside module `other`."""
@@ -383,13 +383,13 @@ def _with_wildcards(name: str) -> str:
 
 def input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return a model's input and output embeddings; `None` for each that it lacks."""
-    found: list[nn.Module | None] = []
+    embeddings: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:
-            found.append(getattr(root, method)())
+            embeddings.append(getattr(root, method)())
         except (AttributeError, NotImplementedError):
-            found.append(None)  # a model without embeddings, such as one for images
-    return found[0], found[1]
+            embeddings.append(None)  # a model without embeddings, such as one for images
+    return embeddings[0], embeddings[1]
 
 
 def _no_split_modules(tree: _Tree) -> list[tuple[str, ...]]:
@@ -401,17 +401,17 @@ def _no_split_modules(tree: _Tree) -> list[tuple[str, ...]]:
 
 def _list_elements(tree: _Tree) -> list[tuple[str, ...]]:
     """Return the elements of the outermost `ModuleList`s. Skips inner lists: experts may run on some ranks only."""
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     for name, module in tree.modules.items():
-        if not isinstance(module, nn.ModuleList) or any(tree.inside(name, other) for (other,) in found):
+        if not isinstance(module, nn.ModuleList) or any(tree.inside(name, other) for (other,) in groups):
             continue
-        found += [(tree.name_of[id(element)],) for element in module if not isinstance(element, nn.Embedding)]
-    return found
+        groups += [(tree.name_of[id(element)],) for element in module if not isinstance(element, nn.Embedding)]
+    return groups
 
 
 def _by_size(tree: _Tree, min_num_params: int) -> list[tuple[str, ...]]:
     """Return the innermost modules with enough ungrouped parameters, as torch's `size_based_auto_wrap_policy` does."""
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     taken: set[int] = set()
 
     def visit(name: str) -> None:
@@ -426,11 +426,11 @@ def _by_size(tree: _Tree, min_num_params: int) -> list[tuple[str, ...]]:
             if id(parameter) not in taken and parameter not in tree.ignored
         }
         if name and sum(left.values()) >= min_num_params and tree.wrappable([name]):
-            found.append((name,))
+            groups.append((name,))
             taken.update(left)
 
     visit("")
-    return found
+    return groups
 
 
 def _by_class(tree: _Tree, wanted: Sequence[str]) -> list[tuple[str, ...]]:
@@ -470,7 +470,7 @@ def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int
         parent = owner_of.get(name.rpartition(".")[0]) if name else None
         owner_of[name] = index_of.get(tree.name_of[id(module)], parent)
         for parameter in module._parameters.values():
-            if parameter is not None and tree.is_cut(parameter):
+            if parameter is not None and tree.is_shardable(parameter):
                 owners.setdefault(id(parameter), set()).add(owner_of[name])
     return owners
 

@@ -75,7 +75,7 @@ class RankStatus:
         """The passes since the last update."""
         self.is_spent = True
         """True if the last update has used all existing gradients."""
-        self.seen: Version | None = None
+        self.version_after_call: Version | None = None
         """Version at the end of the last `call`, if no command has run since. If threads of that call write later, the
         next call counts these writes as its own."""
         self._groups: tuple[dist.ProcessGroup, ...] = ()
@@ -154,7 +154,7 @@ class RankStatus:
         if is_accelerator(self.device):
             # The current device is thread-local, and the worker's owner may use another thread than for `build`.
             device_module(self.device).set_device(self.device)
-        self.phase, self.last_call, self.seen = phase, name, None
+        self.phase, self.last_call, self.version_after_call = phase, name, None
         try:
             yield
         except BaseException as error:
@@ -210,6 +210,6 @@ def check_mode(mode: str | None, *, default: str) -> None:
 
 
 def is_training(mode: str | None, *, default: str) -> bool:
-    """Return True if a call runs the modules in train mode; see `check_mode`."""
+    """Return True if a call runs the modules in train mode. Raises as `check_mode`."""
     check_mode(mode, default=default)
     return (mode or default) == "train"

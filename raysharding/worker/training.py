@@ -128,13 +128,13 @@ class Trainer:
                     self.position = load_training(self._status.loaded)
 
     def set_scheduler(self, schedule: Schedule) -> tuple[str, str]:
-        """Give the optimizer a learning-rate schedule, at the step of the one that it replaces; see `attach_schedule`.
+        """Give the optimizer a learning-rate schedule, at the step of the one that it replaces.
 
         Args:
             schedule: Called with the optimizer; returns the schedule.
 
         Returns:
-            The texts of `attach_schedule`.
+            Texts, of a schedule that replaces another: how it continues, and a warning, as of `attach_schedule`.
 
         Raises:
             ValueError: No optimizer is set, or `schedule` did not return a schedule.
@@ -329,12 +329,12 @@ class Trainer:
         Raises:
             CheckpointError: On every rank: a save cannot be read.
         """
-        found = from_rank_0(lambda: _newest(save_to))
-        if found is None:
+        newest = from_rank_0(lambda: _newest(save_to))
+        if newest is None:
             return None
         held = _agreed(self.position)
-        is_held = held is not None and held.run == found["run"] and held.num_steps >= found["num_steps"]
-        return found["path"], is_held
+        is_held = held is not None and held.run == newest["run"] and held.num_steps >= newest["num_steps"]
+        return newest["path"], is_held
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps until `num_steps` are done or the run ends. Collective.
@@ -374,7 +374,7 @@ class Trainer:
         """Add an evaluation to the run's position, which the run's saves hold. No collective.
 
         Args:
-            evaluation: See `Position.evaluations`.
+            evaluation: Its step and metrics, as an entry of `Position.evaluations`.
 
         Returns:
             Columns of the data that this rank has dropped in its last evaluation, since the model does not take them.

@@ -107,8 +107,8 @@ class Worker:
         Args:
             model: `None` (class from config.json), a transformers auto class's name, or a callable.
             checkpoint: Headers and config of the files; the same on every rank.
-            sharding: See `Sharding`.
-            loading: See `Loading`. `build` uses its dtype; `load` uses the rest.
+            sharding: How to shard the module. Default: `Sharding()`.
+            loading: How to load it. `build` uses its dtype; `load` uses the rest. Default: `Loading()`.
         """
         with self.status.running("plan", "build"):
             self.checkpoint, self._sidecars = checkpoint, Sidecars(checkpoint.directory)
@@ -168,14 +168,14 @@ class Worker:
         return self.load_report
 
     def copy_weights(self, spec: CopySpec, node_ip: str) -> dict[str, Any]:
-        """Copy the weights of one group into another; collective over the ranks of both. See `WeightCopy`.
+        """Copy the weights of one group into another; collective over the ranks of both.
 
         Args:
             spec: The copy, which says whether this rank's group is the source.
             node_ip: Address of this node.
 
         Returns:
-            Figures of this rank, see `CopyReport`.
+            Figures of this rank, of which the driver makes the `CopyReport`.
 
         Raises:
             PlanError: On all ranks of both groups: the modules do not fit together.
@@ -276,11 +276,11 @@ class Worker:
                 raise the same error, later calls are correct.
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        status, seen = self.status, self.status.seen
+        status, last = self.status, self.status.version_after_call
         with self.status.running("call", f"call({name})"):
             # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
             show_shards(self.module)
-            before = seen or version(self.module, self.optimizer)
+            before = last or version(self.module, self.optimizer)
             _current.append(self)
             try:
                 with roots_before_blocks(self.module), ExitStack() as self._streams:
@@ -294,8 +294,8 @@ class Worker:
                 _current.pop()
                 self._streams = None
             status.is_spent = False  # `fn` may have run a backward of its own
-            status.seen = version(self.module, self.optimizer)
-            status.weights_version += status.seen != before
+            status.version_after_call = version(self.module, self.optimizer)
+            status.weights_version += status.version_after_call != before
             return value
 
     def reset(self) -> None:
@@ -394,7 +394,7 @@ class Worker:
             optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
             keep_last: Number of saves of this series to keep, this one included.
             dtype: Dtype of the floating tensors in the files. Default: their own.
-            token: See `Destination`.
+            token: Unique identifier of the save; rank 0's is used. Default: a new one.
 
         Returns:
             The report; of a save in the background its number, for `status.saver`.
@@ -405,7 +405,7 @@ class Worker:
             status.follow("save", save.bytes_done, save.bytes_total, "")  # so the wait is not taken for a hang
 
         with status.running("save", "save"):
-            status.saver.settle(on_wait)  # only one save runs at a time
+            status.saver.wait(on_wait)  # only one save runs at a time
             destination = Destination(path, overwrite, keep_last, self._sidecars, dtype, token or new_token())
             state = self.optimizer if optimizer else None
             what = self.module, destination, state, self.trainer.position, status.stall_s

@@ -17,7 +17,7 @@ from raysharding.batch import Split, deal
 from raysharding.config import Sharding
 from raysharding.data import SequenceRows
 from raysharding.distributed import init_mesh, shard_module, train_step
-from raysharding.distributed.comm.abort import connections, cut
+from raysharding.distributed.comm.abort import connections, shut_down
 from raysharding.distributed.fully_shard import is_torn, local_tensor
 from raysharding.distributed.training import DataPlan, Fit, FitPlan
 from raysharding.errors import EmptyBatchError
@@ -252,7 +252,7 @@ def state_after_a_lost_rank() -> tuple[bool, bool, bool]:
     with pytest.raises(RuntimeError) as caught:
         train_step(module, optimizer, rows(), loss=lost_square)
     if dist.get_rank() == 1:
-        cut(connections())  # as its death does, so that the other rank's collective ends
+        shut_down(connections())  # as its death does, so that the other rank's collective ends
     for _ in range(8):  # each of the streams raises its error once
         with suppress(dist.DistBackendError):
             sim().synchronize()

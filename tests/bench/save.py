@@ -71,7 +71,7 @@ def ours(module: nn.Module, path: Path) -> Seconds:
 def background(module: nn.Module, path: Path, saver: AsyncSaver) -> Seconds:
     begun = time.perf_counter()
     found = timed("async", lambda: saver.save(module, Destination(str(path))), path)
-    saver.settle()
+    saver.wait()
     assert saver.last_committed == str(path)
     dist.barrier()
     return {**found, "written": time.perf_counter() - begun}

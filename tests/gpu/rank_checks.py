@@ -103,7 +103,7 @@ def check_asynchronous_save(root: Path) -> str:
     dist.barrier()
     module, saver = loaded(path, large()), AsyncSaver()
     saver.save(module, Destination(str(root / "large-first")))  # allocates what later ones reuse
-    saver.settle()
+    saver.wait()
     locals_ = [local_tensor(parameter).detach() for parameter in module.parameters()]
     pin = device_type() != "cpu"
     pinned = [torch.empty(local.shape, dtype=local.dtype, pin_memory=pin) for local in locals_]
@@ -113,7 +113,7 @@ def check_asynchronous_save(root: Path) -> str:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    saver.settle()
+    saver.wait()
     assert saver.last_committed == str(root / "large-async")
     assert_holds(loaded(root / "large-async", large()), path)
     return f"stall ÷ copy = {stall_s:.3f} s ÷ {copy_s:.3f} s = {stall_s / copy_s:.2f}"

@@ -260,15 +260,15 @@ def test_an_interrupt_cancels_it_in_both_queues(pair: tuple[ShardedModelGroup, S
 def test_a_copy_that_is_refused_in_one_queue_holds_up_neither(
     pair: tuple[ShardedModelGroup, ShardedModelGroup],
 ) -> None:
-    """Whichever of the two controllers queues the copy; the claim is another driver's."""
+    """Whichever of the two controllers queues the copy; the lock is another driver's."""
     for source, target in (pair, pair[::-1]):
         connection = target._client.connection
-        target._client.take_claim("predict", "its run")
+        target._client.take_lock("predict", "its run")
         with pytest.raises(GroupError, match="copy_to is refused while predict runs"):
             source.copy_to(target)
         assert source.call(int) == [0] * source.world_size
         assert target.call(int) == [0] * target.world_size
-        connection.ask("release_claim", "its run")
+        connection.ask("release_lock", "its run")
         assert source.copy_to(target).num_bytes
 
 

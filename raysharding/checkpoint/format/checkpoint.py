@@ -163,9 +163,9 @@ def open_config(path: str | os.PathLike[str]) -> Checkpoint:
     given = locate(os.fspath(path), weights=False)
     normal = normal_path(given)
     storage = storage_of(normal)
-    found = storage.find(normal)
-    if found.kind != "directory":
-        what = "there is no such directory" if found.kind == "missing" else "is no directory"
+    stat = storage.find(normal)
+    if stat.kind != "directory":
+        what = "there is no such directory" if stat.kind == "missing" else "is no directory"
         raise CheckpointError(f"{what}: random weights need one with a config.json", path=given)
     config, generation_config = _configs(storage, normal)
     return Checkpoint(given, (), {}, config, {}, is_random=True, generation_config=generation_config)
@@ -233,9 +233,9 @@ def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile
 def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
     """Read the bytes of one file's header. Size and mtime come from the open file that they are read from."""
     with closing(storage.open(path)) as file:
-        found = file.found
-        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
-    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag), data
+        stat = file.stat
+        data = read_header_bytes(path, stat.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, stat.num_bytes, stat.mtime_ns, header_sha256(data), stat.etag), data
 
 
 def _merge(files: list[CheckpointFile], headers: list[list[TensorInfo]]) -> dict[str, TensorInfo]:
@@ -253,9 +253,9 @@ def _check_index(file_set: FileSet, tensors: Mapping[str, TensorInfo]) -> None:
     assert file_set.weight_map is not None
     for name, file_name in file_set.weight_map.items():
         info = tensors.get(name)
-        found = None if info is None else file_set.names[info.file]
-        if found != file_name:
-            what = f"index says it is in {file_name}, " + (f"but it is in {found}" if found else "but no file holds it")
+        place = None if info is None else file_set.names[info.file]
+        if place != file_name:
+            what = f"index says it is in {file_name}, " + (f"but it is in {place}" if place else "but no file holds it")
             raise CheckpointError(what, path=file_set.index_path, tensor=name)
     for name, info in tensors.items():
         if name not in file_set.weight_map:

@@ -84,7 +84,7 @@ class Checksums:
             return {tensor: [list(piece) for piece in self._sorted(tensor)] for tensor in self._pieces}
 
     def value(self, tensor: str, num_bytes: int) -> int | None:
-        """Return the CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces lack it (see `problem`)."""
+        """Return the CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces lack it, as `problem` says."""
         return self._combine(tensor, num_bytes)[0]
 
     def problem(self, tensor: str, num_bytes: int) -> str:

@@ -70,17 +70,17 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
         CheckpointError: Nothing usable is there, the directory is ambiguous, or the index is malformed or unsafe.
     """
     normal = normal_path(path)
-    found = storage.find(normal)
-    if found.kind == "directory":
+    stat = storage.find(normal)
+    if stat.kind == "directory":
         return _resolve_directory(storage, normal)
-    if found.kind == "missing":
+    if stat.kind == "missing":
         raise _nothing_there(path, normal)
     directory, name = split_path(normal)
     if name.endswith(_INDEX_SUFFIX):
         return _read_index(storage, normal)
     if name.endswith(_SUFFIX):
         # The user named this file, so a symlink to another directory is the user's choice.
-        require_file(found, normal)
+        require_file(stat, normal)
         return FileSet(directory, (name,), None, None)
     what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
     if name.endswith(_PICKLED):
@@ -98,8 +98,9 @@ def read_json(
         directory: Path or URI.
         name: Name of the file.
         called: What an error calls the file besides its path, with a space behind it.
-        strict: See `parse_object`. Not for configs, which transformers reads in Python's JSON dialect: those of Mamba
-            hold Infinity.
+        strict: Refuse what Python's JSON dialect adds to JSON. Not for configs, which transformers reads in that
+        dialect:
+            those of Mamba hold Infinity.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a JSON object.
@@ -115,12 +116,12 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
     """Read a whole small file in `directory`, after checking its kind and size; return `None` where there is none."""
     storage.check_inside(directory, name)
     path = join_path(directory, name)
-    found = storage.find(path)
-    if found.kind == "missing":
+    stat = storage.find(path)
+    if stat.kind == "missing":
         return None
-    require_file(found, path)
+    require_file(stat, path)
     with closing(storage.open(path)) as file:
-        num_bytes = file.found.num_bytes
+        num_bytes = file.stat.num_bytes
         if num_bytes > max_bytes:
             what = f"has {num_bytes} bytes, which is over the cap of {max_bytes} bytes for a file beside the weights"
             raise CheckpointError(what, path=path)
@@ -137,21 +138,21 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
             what = f"holds both {INDEX_NAME} and a {SINGLE_NAME} outside it: give the path of the one you mean"
             raise CheckpointError(what, path=directory)
         return replace(files, has_adapters=ADAPTER_CONFIG_NAME in names)
-    found = [name for name in names if name.endswith(_SUFFIX)]
+    weight_files = [name for name in names if name.endswith(_SUFFIX)]
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
-    if SINGLE_NAME in found:
-        found = [SINGLE_NAME]
-    elif ADAPTER_NAME in found and ADAPTER_CONFIG_NAME in names:
-        found = [ADAPTER_NAME]
+    if SINGLE_NAME in weight_files:
+        weight_files = [SINGLE_NAME]
+    elif ADAPTER_NAME in weight_files and ADAPTER_CONFIG_NAME in names:
+        weight_files = [ADAPTER_NAME]
     elif len(indexes) == 1:
         return _read_index(storage, join_path(directory, indexes[0]))
-    if len(found) != 1 or _SHARD_NAME.search(found[0]):
-        raise _no_checkpoint(directory, names, found)
-    storage.check_inside(directory, found[0])
-    path = join_path(directory, found[0])
+    if len(weight_files) != 1 or _SHARD_NAME.search(weight_files[0]):
+        raise _no_checkpoint(directory, names, weight_files)
+    storage.check_inside(directory, weight_files[0])
+    path = join_path(directory, weight_files[0])
     require_file(storage.find(path), path)
-    has_adapters = found == [SINGLE_NAME] and ADAPTER_CONFIG_NAME in names
-    return FileSet(directory, (found[0],), None, None, has_adapters)
+    has_adapters = weight_files == [SINGLE_NAME] and ADAPTER_CONFIG_NAME in names
+    return FileSet(directory, (weight_files[0],), None, None, has_adapters)
 
 
 def _nothing_there(path: str, normal: str) -> CheckpointError:
@@ -200,11 +201,11 @@ def _read_index(storage: Storage, path: str) -> FileSet:
 
     def check_file(name: str) -> None:
         storage.check_inside(directory, name)
-        found = storage.find(join_path(directory, name))
-        if found.kind == "missing":
+        stat = storage.find(join_path(directory, name))
+        if stat.kind == "missing":
             what = f"index names the file {name!r}, which is missing"
             raise CheckpointError(what, path=path, tensor=names[name])
-        require_file(found, join_path(directory, name))
+        require_file(stat, join_path(directory, name))
 
     storage.each(check_file, names)
     return FileSet(directory, tuple(sorted(names)), weight_map, path)

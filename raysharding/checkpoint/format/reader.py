@@ -11,7 +11,7 @@ import torch
 
 from raysharding.checkpoint.format.checkpoint import CheckpointFile
 from raysharding.checkpoint.format.tensor_info import TensorInfo
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, Found, RemoteOptions, StoredFile, storage_of
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, FileStat, RemoteOptions, StoredFile, storage_of
 from raysharding.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ class FileReader:
 
     Files are opened at their first read and stay open until `close`. Reads share no file offset, so threads read the
     same file at once. Local bytes land in the caller's memory, without a buffer between; remote ones pass through the
-    memory of the requests in flight, see `RemoteOptions`.
+    memory of the requests in flight.
 
     Args:
         files: `Checkpoint.files` of what `open_checkpoint` returned, on a machine that sees the same files.
@@ -104,18 +104,18 @@ class FileReader:
             storage_of(self.files[0].path, self._remote).each(self._verify, self.files)
         with self._lock:
             for index, opened in self._opened.items():
-                _require_same(opened.found, self.files[index])
+                _require_same(opened.stat, self.files[index])
 
     def _verify(self, file: CheckpointFile) -> None:
         storage = storage_of(file.path, self._remote)
         if file.etag is not None:
             with closing(storage.open(file.path)) as opened:  # only an open file tells its etag
-                _require_same(opened.found, file)
+                _require_same(opened.stat, file)
             return
-        found = storage.find(file.path)
-        if found.kind != "file":
+        stat = storage.find(file.path)
+        if stat.kind != "file":
             raise CheckpointError("is gone since its header was read", path=file.path)
-        _require_same(found, file)
+        _require_same(stat, file)
 
     def close(self) -> None:
         """Close the files. Reads under way end normally, later ones raise `ValueError`. Idempotent."""
@@ -145,7 +145,7 @@ class FileReader:
         return opened
 
     def _release(self) -> None:
-        """What `_acquire` began is over."""
+        """End the use of a file that `_acquire` gave."""
         with self._lock:
             self._num_active -= 1
             self._close_if_idle()
@@ -154,7 +154,7 @@ class FileReader:
         """Open the file that was validated, and no other that has since taken its path."""
         opened = storage_of(file.path, self._remote).open(file.path)
         try:
-            _require_same(opened.found, file)
+            _require_same(opened.stat, file)
         except CheckpointError:
             opened.close()
             raise
@@ -166,13 +166,13 @@ class FileReader:
                 self._opened.popitem()[1].close()
 
 
-def _require_same(found: Found, file: CheckpointFile) -> None:
-    if found.num_bytes != file.num_bytes:
-        what = f"has {found.num_bytes} bytes, but had {file.num_bytes} when its header was read"
-    elif None not in (found.mtime_ns, file.mtime_ns) and found.mtime_ns != file.mtime_ns:
-        what = f"was changed (mtime {found.mtime_ns} ns, was {file.mtime_ns} ns) since its header was read"
-    elif None not in (found.etag, file.etag) and found.etag != file.etag:
-        what = f"was changed (etag {found.etag}, was {file.etag}) since its header was read"
+def _require_same(stat: FileStat, file: CheckpointFile) -> None:
+    if stat.num_bytes != file.num_bytes:
+        what = f"has {stat.num_bytes} bytes, but had {file.num_bytes} when its header was read"
+    elif None not in (stat.mtime_ns, file.mtime_ns) and stat.mtime_ns != file.mtime_ns:
+        what = f"was changed (mtime {stat.mtime_ns} ns, was {file.mtime_ns} ns) since its header was read"
+    elif None not in (stat.etag, file.etag) and stat.etag != file.etag:
+        what = f"was changed (etag {stat.etag}, was {file.etag}) since its header was read"
     else:
         return
     raise CheckpointError(f"{what}: load again when nothing writes to the checkpoint", path=file.path)

@@ -30,7 +30,7 @@ _NO_SIDECAR: Final = re.compile(
 """Data, code, logs, and what is hidden."""
 _MODULES_NAME: Final = "modules.json"
 _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER)
-"""What a save writes itself."""
+"""Files and folders that a save writes itself."""
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
@@ -95,9 +95,9 @@ class Sidecars:
                 return {}
             storage = storage_of(directory)
             names = list_sidecar_files(storage, directory)
-            found = storage.each(lambda name: read_sidecar(storage, directory, name), names)
-            files = dict(zip(names, found, strict=True))
-            if sum(map(len, found)) >= _MAX_BYTES:
+            contents = storage.each(lambda name: read_sidecar(storage, directory, name), names)
+            files = dict(zip(names, contents, strict=True))
+            if sum(map(len, contents)) >= _MAX_BYTES:
                 return files
             self._files = files
         return self._files
@@ -111,8 +111,8 @@ def _list_folder(storage: Storage, directory: str, folder: str, modules: frozens
     if folder and not is_module and (len(entries) > _MAX_ENTRIES or any(map(_WEIGHTS.search, entries))):
         return
     names = [name for name in entries if _is_plain(name) and (is_module or not _WEIGHTS.search(name))]
-    found = storage.each(lambda name: storage.find(join_path(where, name)), names)
-    sizes = {f"{folder}/{name}".lstrip("/"): one for name, one in zip(names, found, strict=True)}
+    stats = storage.each(lambda name: storage.find(join_path(where, name)), names)
+    sizes = {f"{folder}/{name}".lstrip("/"): one for name, one in zip(names, stats, strict=True)}
     limit = _MAX_MODULE_BYTES if is_module else _MAX_BYTES
     files = [path for path, one in sizes.items() if one.kind == "file" and one.num_bytes < limit]
     if not folder or is_module or sum(sizes[path].num_bytes for path in files) < _MAX_BYTES:
@@ -129,8 +129,8 @@ def _is_entered(folder: str) -> bool:
 
 def _module_folders(storage: Storage, directory: str) -> frozenset[str]:
     """Return the folders that modules.json of sentence-transformers names; only compared with what is listed."""
-    found = storage.find(join_path(directory, _MODULES_NAME))
-    if found.kind != "file" or found.num_bytes >= _MAX_BYTES or not _is_inside(storage, directory, _MODULES_NAME):
+    stat = storage.find(join_path(directory, _MODULES_NAME))
+    if stat.kind != "file" or stat.num_bytes >= _MAX_BYTES or not _is_inside(storage, directory, _MODULES_NAME):
         return frozenset()
     data = read_beside(storage, directory, _MODULES_NAME, _MAX_BYTES)
     try:

@@ -1,7 +1,7 @@
-"""Where bytes live: files of this machine and objects of a store, behind one interface."""
+"""Storage of bytes: files of this machine and objects of a store, behind one interface."""
 
 from raysharding.checkpoint.storage.hub import HubAccess, HubPath, access_to, adopt_access, hub_is_offline
-from raysharding.checkpoint.storage.interface import Found, os_errors, require_file
+from raysharding.checkpoint.storage.interface import FileStat, os_errors, require_file
 from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, is_mount_point
 from raysharding.checkpoint.storage.output import LocalOutput, Output, open_output
 from raysharding.checkpoint.storage.remote import (

@@ -30,7 +30,7 @@ _OTHER_KINDS: Final = ("datasets", "spaces", "kernels", "buckets")
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Where the hub is, and who asks. The driver sends its own to the ranks; the token is in no `repr`."""
+    """Address of the hub, and the token. The driver sends its own to the ranks; the token is in no `repr`."""
 
     endpoint: str
     """Address of the hub, without a slash at the end."""
@@ -112,9 +112,9 @@ class HubPath:
     @classmethod
     def of_pinned(cls, path: str) -> Self | None:
         """Return the model and commit of an `hf://` URI or of a snapshot in the cache; `None` for other paths."""
-        found = _SNAPSHOT.search(path)
-        if found is not None and scheme_of(path) is None:
-            return cls(f"{found[1]}/{found[2]}", found[3])
+        match = _SNAPSHOT.search(path)
+        if match is not None and scheme_of(path) is None:
+            return cls(f"{match[1]}/{match[2]}", match[3])
         hub = cls.of(path) if scheme_of(path) == "hf" else None
         return hub if hub is not None and hub.is_pinned and not hub.inside else None
 
@@ -144,9 +144,9 @@ class HubPath:
         except ImportError:
             return None  # a path may look like a snapshot where nothing of the hub is used
         for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json"):
-            found = try_to_load_from_cache(self.repo, name, revision=self.revision)
-            if isinstance(found, str):
-                return os.path.dirname(found)
+            cached = try_to_load_from_cache(self.repo, name, revision=self.revision)
+            if isinstance(cached, str):
+                return os.path.dirname(cached)
         return None
 
     def commit(self, timeout_s: float) -> str:

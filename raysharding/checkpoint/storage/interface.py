@@ -1,4 +1,4 @@
-"""What every storage says of a path, and the errors of all of them."""
+"""`FileStat`, which every storage returns for a path, and errors of paths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Kind = Literal["file", "directory", "missing", "dangling", "other"]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What exists at a path, and what distinguishes one version of a file from the next."""
+class FileStat:
+    """Kind of a path; and size, time and etag, by which versions of a file differ."""
 
     kind: Kind
     """`dangling`: a symlink whose target is missing; `other`: a pipe, a device, ..."""
@@ -39,9 +39,9 @@ def os_errors(what: str, path: str, tensor: str | None = None) -> Iterator[None]
         raise CheckpointError(f"{what}: {error.strerror}", path=path, tensor=tensor) from error
 
 
-def require_file(found: Found, path: str) -> None:
-    """Raise unless a regular file was found."""
-    if found.kind in ("missing", "dangling"):
+def require_file(stat: FileStat, path: str) -> None:
+    """Raise unless a path is a regular file."""
+    if stat.kind in ("missing", "dangling"):
         raise CheckpointError("cannot be read: No such file or directory", path=path)
-    if found.kind != "file":
+    if stat.kind != "file":
         raise CheckpointError("is not a regular file", path=path)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Final
 
-from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result, os_errors
+from raysharding.checkpoint.storage.interface import FileStat, Item, Kind, Result, os_errors
 from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
@@ -73,16 +73,16 @@ class LocalFile:
         with os_errors("cannot open", path):
             # O_NONBLOCK does not affect files; without it, opening a named pipe would block until it has a writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        if self.found.kind != "file":
+        if self.stat.kind != "file":
             os.close(self._descriptor)
             raise CheckpointError("is not a regular file", path=path)
         # Doubles the kernel's read-ahead window: the load plan reads each file forward.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     @property
-    def found(self) -> Found:
+    def stat(self) -> FileStat:
         """The file as it is now."""
-        return _found(os.fstat(self._descriptor))
+        return _stat(os.fstat(self._descriptor))
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
         """Fill `views` in turn with the bytes from `offset` on, and return the number of bytes.
@@ -119,13 +119,13 @@ class LocalFile:
 class LocalStorage:
     """Files of this machine. Paths are normal, as `uri.normal_path` returns them. Thread-safe."""
 
-    def find(self, path: str) -> Found:
+    def find(self, path: str) -> FileStat:
         """Return what exists at `path`; a missing file is not an error."""
         with os_errors("cannot be read", path):
             try:
-                return _found(os.stat(path))
+                return _stat(os.stat(path))
             except (FileNotFoundError, NotADirectoryError):
-                return Found("dangling" if os.path.islink(path) else "missing")
+                return FileStat("dangling" if os.path.islink(path) else "missing")
 
     def list_names(self, directory: str) -> list[str]:
         """Return the names of all entries of `directory`, sorted."""
@@ -191,9 +191,9 @@ class LocalStorage:
         return [function(item) for item in items]
 
 
-def _found(status: os.stat_result) -> Found:
+def _stat(status: os.stat_result) -> FileStat:
     kind: Kind = "file" if stat.S_ISREG(status.st_mode) else "directory" if stat.S_ISDIR(status.st_mode) else "other"
-    return Found(kind, status.st_size, status.st_mtime_ns)
+    return FileStat(kind, status.st_size, status.st_mtime_ns)
 
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:

@@ -37,15 +37,15 @@ class LocalOutput:
 
     def __init__(self, path: str, *, join: bool) -> None:
         self._path = path
-        self._is_guest = join
+        self._is_joined = join
         with os_errors(f"cannot be {'opened' if join else 'made'}", path):
             self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
 
     @property
     def inode(self) -> tuple[int, int]:
         """Device and inode."""
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
         """Write bytes at an offset of the file, unbuffered. Thread-safe. An error names the tensor."""
@@ -58,7 +58,7 @@ class LocalOutput:
     def finish(self) -> None:
         """Make the file visible to readers: the caller has written every byte. A process that joined only closes it."""
         try:
-            if not self._is_guest:
+            if not self._is_joined:
                 with os_errors("cannot be written", self._path):
                     os.fsync(self._descriptor)
         except CheckpointError:
@@ -69,7 +69,7 @@ class LocalOutput:
     def abort(self) -> None:
         """Close the file and remove it."""
         os.close(self._descriptor)
-        if not self._is_guest:
+        if not self._is_joined:
             os.unlink(self._path)
 
 
@@ -83,7 +83,7 @@ class RemoteOutput:
     def __init__(self, path: str, options: RemoteOptions = DEFAULT_REMOTE) -> None:
         self._path = path
         self._part_bytes = options.part_bytes
-        # pyarrow retries parts (see Note [Retries]); this deadline covers all tries of one part.
+        # pyarrow retries parts (Note [Retries] in `requests.py`); this deadline covers all tries of one part.
         self._timeout_s = (options.request_s + _STALL_S) * options.num_tries
         self._storage = remote_storage(options)
         self._stream = self._storage.open_output(path)
@@ -94,7 +94,7 @@ class RemoteOutput:
         self._sending: Future[Any] | None = None
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """See `LocalOutput`."""
+        """Write bytes at an offset of the object, which are sent in order. Thread-safe."""
         with self._lock:
             if offset != self._next:
                 self._early[offset] = bytes(view)
@@ -104,14 +104,14 @@ class RemoteOutput:
                 self._append(memoryview(data))
 
     def finish(self) -> None:
-        """See `LocalOutput`."""
+        """Send the last part, and make the object visible to readers: the caller has written every byte."""
         assert not self._early, "every byte was written"
         self._send(partial(self._stream.write, self._part))
         self._send(self._stream.close)
         self._wait()
 
     def abort(self) -> None:
-        """See `LocalOutput`. A stream cannot be discarded: it is closed and its object removed; no index names it."""
+        """Close the stream, which cannot be discarded, and remove its object, which no index names."""
         with suppress(OSError, CheckpointError):  # the error that led to the abort is the one to report
             with suppress(CheckpointError):
                 self._wait()

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from raysharding.checkpoint.storage.hub import HubFile, HubFileSystem, model_path
-from raysharding.checkpoint.storage.interface import Found, Item, Result
+from raysharding.checkpoint.storage.interface import FileStat, Item, Result
 from raysharding.checkpoint.storage.local import LocalFile, LocalStorage
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import is_remote, join_path, root_of, scheme_of
@@ -54,15 +54,15 @@ def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tupl
     return system, inside
 
 
-def found_in(info: Any) -> Found:
+def stat_of(info: Any) -> FileStat:
     """Convert a `pyarrow.fs.FileInfo`."""
     import pyarrow.fs as arrow_fs
 
     if info.type == arrow_fs.FileType.File:
-        return Found("file", info.size, info.mtime_ns)
+        return FileStat("file", info.size, info.mtime_ns)
     if info.type == arrow_fs.FileType.Directory:
-        return Found("directory")
-    return Found("missing" if info.type == arrow_fs.FileType.NotFound else "other")
+        return FileStat("directory")
+    return FileStat("missing" if info.type == arrow_fs.FileType.NotFound else "other")
 
 
 _MIN_PART_BYTES: Final = 1 << 20
@@ -115,27 +115,33 @@ class RemoteFile:
     Args:
         path: URI, for errors.
         handle: A pyarrow `NativeFile`; its `read_at` may be called by several threads.
-        found: What the store reported when the object was opened.
+        stat: What the store reported when the object was opened.
         requests: Sends the requests.
     """
 
-    def __init__(self, path: str, handle: Any, found: Found, requests: Requests) -> None:
+    def __init__(self, path: str, handle: Any, stat: FileStat, requests: Requests) -> None:
         self._path = path
         self._handle = handle
-        self._found = found
+        self._stat = stat
         self._requests = requests
 
     @property
-    def found(self) -> Found:
-        """See `LocalFile`."""
-        return self._found
+    def stat(self) -> FileStat:
+        """What the store reported when the object was opened."""
+        return self._stat
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """See `LocalFile`. A long range is cut into parts that are fetched concurrently."""
+        """Fill `views` in turn with the bytes from `offset` on, and return the number of bytes.
+
+        A long range is cut into parts that are fetched concurrently.
+
+        Raises:
+            CheckpointError: The object ends early, or cannot be read.
+        """
         num_bytes = sum(view.nbytes for view in views)
         end = offset + num_bytes
-        if end > self._found.num_bytes:
-            what = f"ends at byte {self._found.num_bytes}, but {num_bytes} bytes were asked for at {offset}"
+        if end > self._stat.num_bytes:
+            what = f"ends at byte {self._stat.num_bytes}, but {num_bytes} bytes were asked for at {offset}"
             raise CheckpointError(f"{what}: it is another file than the one whose header was read", path=self._path)
         options = self._requests.options
         part_bytes = min(options.part_bytes, max(_MIN_PART_BYTES, -(-num_bytes // options.max_in_flight)))
@@ -148,7 +154,7 @@ class RemoteFile:
         return num_bytes
 
     def close(self) -> None:
-        """See `LocalFile`. Only drops the handle: an abandoned request may still read from it."""
+        """Drop the handle, without closing it: an abandoned request may still read from it."""
         self._handle = None
 
     def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
@@ -172,7 +178,7 @@ class InputFile(io.RawIOBase):
         """Stand at the first byte."""
         super().__init__()
         self._file = file
-        self._num_bytes = file.found.num_bytes
+        self._num_bytes = file.stat.num_bytes
         self._next = 0
 
     def readable(self) -> bool:
@@ -232,24 +238,27 @@ class RemoteFileSystem:
 
         uri = f"{scheme_of(self._directory)}://{inside}"
         handle, num_bytes = self._requests.call(uri, "opening it", send)
-        return arrow.PythonFile(InputFile(RemoteFile(uri, handle, Found("file", num_bytes), self._requests)), "r")
+        return arrow.PythonFile(InputFile(RemoteFile(uri, handle, FileStat("file", num_bytes), self._requests)), "r")
 
 
 class RemoteStorage:
-    """See `LocalStorage`. `remote_storage` makes one for each process and options, so all readers share one limit."""
+    """Objects behind URIs, by the methods of `LocalStorage`.
+
+    `remote_storage` makes one for each process and options, so all readers share one limit.
+    """
 
     def __init__(self, options: RemoteOptions) -> None:
         self._requests = Requests(options)
         self._roots: dict[tuple[str, bool], tuple[Any, str]] = {}
 
-    def find(self, path: str) -> Found:
-        """See `LocalStorage`. Without the etag, which only an open file tells."""
+    def find(self, path: str) -> FileStat:
+        """Return what exists at `path`, without its etag, which only an open file has; a missing one is no error."""
         system, inside = self._locate(path)
         info = self._requests.call(path, "looking it up", lambda: system.get_file_info(inside))
-        return found_in(info)
+        return stat_of(info)
 
     def list_names(self, directory: str) -> list[str]:
-        """See `LocalStorage`."""
+        """Return the names of all entries of `directory`, sorted."""
         import pyarrow.fs as arrow_fs
 
         system, inside = self._locate(directory)
@@ -258,28 +267,28 @@ class RemoteStorage:
         return sorted(info.base_name for info in infos)
 
     def open(self, path: str) -> RemoteFile:
-        """See `LocalStorage`."""
+        """Open an object for reading."""
         system, inside = self._locate(path)
 
-        def send() -> tuple[Any, Found]:
+        def send() -> tuple[Any, FileStat]:
             handle = system.open_input_file(inside)
             metadata = {key.lower(): value for key, value in (handle.metadata() or {}).items()}  # the values are bytes
             etag = metadata.get("etag", b"").decode() or None
-            return handle, Found("file", handle.size(), found_in(system.get_file_info(inside)).mtime_ns, etag)
+            return handle, FileStat("file", handle.size(), stat_of(system.get_file_info(inside)).mtime_ns, etag)
 
-        handle, found = self._requests.call(path, "opening it", send)
-        return RemoteFile(path, handle, found, self._requests)
+        handle, stat = self._requests.call(path, "opening it", send)
+        return RemoteFile(path, handle, stat, self._requests)
 
     def identity(self, path: str) -> Hashable:
-        """See `LocalStorage`. Object stores have no directories that can be renamed into place."""
+        """Return `None`: object stores have no directories that can be renamed into place."""
         return None
 
     def check_inside(self, directory: str, name: str) -> None:
-        """See `LocalStorage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
+        """Do nothing: object stores have no symlinks, and HDFS none that pyarrow shows."""
         assert ".." not in name.split("/"), f"{join_path(directory, name)} is not in its directory"
 
     def put(self, path: str, data: bytes) -> None:
-        """See `LocalStorage`."""
+        """Write a whole small object."""
         system, inside = self._locate(path)
         self._make_parent(path, system, inside)
 
@@ -296,12 +305,12 @@ class RemoteStorage:
         return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
 
     def remove(self, path: str) -> None:
-        """See `LocalStorage`."""
+        """Remove an object; a missing one is not an error."""
         system, inside = self._locate(path)
         self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
 
     def move(self, source: str, target: str) -> None:
-        """See `LocalStorage`. A copy within the store, which S3 makes of objects up to 5 GiB."""
+        """Rename an object, by a copy within the store, which S3 makes of objects up to 5 GiB, and a removal."""
         system, inside = self._locate(source)
         to = self._locate(target)[1]
         if system.type_name not in _WITHOUT_DIRECTORIES:  # HDFS has renames, and pyarrow no copy there
@@ -312,14 +321,14 @@ class RemoteStorage:
         self.remove(source)
 
     def remove_tree(self, directory: str) -> None:
-        """See `LocalStorage`."""
+        """Remove everything under a directory; a missing one is not an error."""
         system, inside = self._locate(directory)
         # Never remove a bucket itself.
         remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
         self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """See `LocalStorage`. At most `max_in_flight` at once; the first error stops the rest."""
+        """Call `function` with each item, at most `max_in_flight` at once; the first error stops the rest."""
         pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
         try:
             return list(pool.map(function, items))

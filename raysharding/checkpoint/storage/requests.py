@@ -27,9 +27,10 @@ from raysharding.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How to read from an object store. With the defaults, a read that cannot succeed ends within about 105 s.
+    """Sizes, deadlines and retries of requests to an object store.
 
-    That is less than `Timeouts.load_stall_s`, so the error names the store rather than a stalled load.
+    With the defaults, a read that cannot succeed ends within about 105 s. That is less than `Timeouts.load_stall_s`, so
+    the error names the store rather than a stalled load.
     """
 
     part_bytes: int = 8 << 20
@@ -38,7 +39,7 @@ class RemoteOptions:
     """Most requests in flight in this process, of all readers together. Their answers take at most
     `max_in_flight * part_bytes` of memory, 64 MiB by default; an abandoned request keeps its memory until it ends."""
     num_tries: int = 5
-    """How often a request is sent before its error is raised. Only errors that may be temporary are retried."""
+    """Tries of a request before its error is raised. Only errors that may be temporary are retried."""
     request_s: float = 20.0
     """Deadline of one try, from sending the request to the last byte of the answer."""
     backoff_s: float = 0.2
@@ -84,7 +85,7 @@ _CURES: Final = {
     "bucket or object: check the URI",
     r"HTTP status (3\d\d|4(?!08|29)\d\d)\b|INVALID_REQUEST": _BAD_REQUEST,
 }
-"""What the type and text of a permanent error match → what to do; the first match counts."""
+"""Pattern of the type and text of a permanent error → cure; the first match counts."""
 
 
 @dataclass(frozen=True)

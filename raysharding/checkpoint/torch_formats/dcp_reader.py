@@ -84,14 +84,14 @@ class DcpReader:
         dtype = self.metadata.tensors[key].dtype
         loaded = self._load(key, chunk.offsets, math.prod(chunk.sizes) * dtype.itemsize)
         if type(loaded) is torch.Tensor and not loaded.is_nested:
-            found: tuple[Any, ...] = (loaded.dtype, list(loaded.shape), loaded.layout, loaded.device.type)
+            actual: tuple[Any, ...] = (loaded.dtype, list(loaded.shape), loaded.layout, loaded.device.type)
         else:
-            found = (type(loaded).__name__,)
+            actual = (type(loaded).__name__,)
         expected = (dtype, list(chunk.sizes), torch.strided, "cpu")
-        if found == expected:
+        if actual == expected:
             return loaded.detach().resolve_conj().resolve_neg()  # type: ignore[no-any-return]
         path = os.path.join(self.metadata.directory, self.metadata.places[key, chunk.offsets].relative_path)
-        what = f"is {' '.join(map(str, found))}, but .metadata says {' '.join(map(str, expected))}"
+        what = f"is {' '.join(map(str, actual))}, but .metadata says {' '.join(map(str, expected))}"
         raise CheckpointError(what, path=path, tensor=key)
 
     def _load(self, key: str, offsets: tuple[int, ...] | None, expected: int) -> Any:
@@ -131,12 +131,12 @@ class DcpReader:
         path = os.path.join(directory, place.relative_path)
         storage = LocalStorage()
         storage.check_inside(directory, place.relative_path)
-        found = storage.find(path)
-        if found.kind != "file":
-            what = "the file that holds it is missing" if found.kind == "missing" else "is not a regular file"
+        stat = storage.find(path)
+        if stat.kind != "file":
+            what = "the file that holds it is missing" if stat.kind == "missing" else "is not a regular file"
             raise CheckpointError(what, path=path, tensor=key)
-        if end > found.num_bytes:
-            what = f"lies at bytes [{place.offset}, {end}), but the file has {found.num_bytes}: it is truncated"
+        if end > stat.num_bytes:
+            what = f"lies at bytes [{place.offset}, {end}), but the file has {stat.num_bytes}: it is truncated"
             raise CheckpointError(what, path=path, tensor=key)
         return path
 

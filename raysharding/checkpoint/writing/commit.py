@@ -143,10 +143,10 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
     remote = is_remote(os.fspath(final))
     path = os.fspath(final) if remote else os.path.realpath(final)
     storage = storage_of(path)
-    found = storage.find(path)
-    if found.kind == "missing":
+    stat = storage.find(path)
+    if stat.kind == "missing":
         return
-    if found.kind != "directory":
+    if stat.kind != "directory":
         raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=path)
     if not remote and is_mount_point(path):
         # Its siblings are on another file system, and a mount point cannot be renamed.

@@ -195,9 +195,9 @@ def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] 
         if expected is None:
             lines.append(f"tensor {shown(name)}: is not in {MANIFEST_NAME}")
             continue
-        found = checksums.value(name, expected.num_bytes)
-        if found != expected.crc32:
-            what = checksums.problem(name, expected.num_bytes) if found is None else f"found {found:08x}"
+        actual = checksums.value(name, expected.num_bytes)
+        if actual != expected.crc32:
+            what = checksums.problem(name, expected.num_bytes) if actual is None else f"found {actual:08x}"
             wanted = f"{ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}"
             lines.append(f"tensor {shown(name)}: {wanted}, {what}")
     return lines

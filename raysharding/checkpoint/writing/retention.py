@@ -140,8 +140,8 @@ def newest_save(directory: str, prefix: str) -> str | None:
     """
     if storage_of(directory).find(directory).kind != "directory":
         return None
-    found = (path for _, path in reversed(_alike(directory, ((prefix, ""), 0))))
-    return next((path for path in found if is_checkpoint(path)), None)
+    saves = (path for _, path in reversed(_alike(directory, ((prefix, ""), 0))))
+    return next((path for path in saves if is_checkpoint(path)), None)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -153,15 +153,15 @@ def is_checkpoint(path: str) -> bool:
         CheckpointError: The store cannot be reached.
     """
     storage = storage_of(path)
-    found = storage.find(path)
-    if found.kind == "directory":
+    stat = storage.find(path)
+    if stat.kind == "directory":
         return not is_left_over(path) and any(name.endswith(".safetensors") for name in storage.list_names(path))
-    return found.kind != "missing"
+    return stat.kind != "missing"
 
 
 def _alike(parent: str, own: tuple[tuple[str, str], int]) -> list[tuple[int, str]]:
     """Return number and path of the saves in a directory whose names differ only in the number, by number."""
-    found = []
+    saves = []
     storage = storage_of(parent)
     for name in storage.list_names(parent):
         split, path = _split(name), join_path(parent, name)
@@ -169,8 +169,8 @@ def _alike(parent: str, own: tuple[tuple[str, str], int]) -> list[tuple[int, str
             continue
         is_save = storage.find(join_path(path, MANIFEST_NAME)).kind == "file"
         if is_save and not is_left_over(path) and (is_remote(path) or not os.path.islink(path)):
-            found.append((split[1], path))
-    return sorted(found)
+            saves.append((split[1], path))
+    return sorted(saves)
 
 
 def _parted(path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Which entries of a directory a save writes. All others are the user's, but for small files that a save copied."""
+"""Names of the entries that a save writes. All others are the user's, but for small files that a save copied."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def save_files(storage: Storage, directory: str) -> list[str]:
         storage: The storage of the directory.
         directory: A normal path or URI of a directory.
     """
-    found = []
+    paths = []
     for folder in _FILES:
         where = join_path(directory, folder) if folder else directory
         if not folder or storage.find(where).kind == "directory":
-            found += [join_path(where, name) for name in storage.list_names(where) if is_save_name(name, folder)]
-    return found
+            paths += [join_path(where, name) for name in storage.list_names(where) if is_save_name(name, folder)]
+    return paths

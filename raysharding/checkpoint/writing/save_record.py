@@ -98,7 +98,7 @@ def other_entries(directory: str) -> list[str]:
     """
     storage, copied = storage_of(directory), own_sidecars(directory)
     folders = {*SAVE_FOLDERS, *folders_of(copied)}
-    found = []
+    others = []
     for folder in folders:
         where = join_path(directory, folder) if folder else directory
         if storage.find(where).kind != "directory":
@@ -110,5 +110,5 @@ def other_entries(directory: str) -> list[str]:
             else:  # a store has no directories in the place of files
                 is_own = entry in copied or (is_save_name(name, folder) and not os.path.isdir(path))
             if not is_own:
-                found.append(entry)
-    return sorted(found)
+                others.append(entry)
+    return sorted(others)

@@ -51,7 +51,7 @@ class FileWriter:
     ) -> None:
         header, infos = _lay_out(path, tensors, metadata)
         self.path = path
-        """As given."""
+        """Path or URI of the file."""
         self.tensors: Mapping[str, TensorInfo] = infos
         """Name → place in this file, in file order; `TensorInfo.file` is 0."""
         self.num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
@@ -60,7 +60,7 @@ class FileWriter:
         """SHA-256, in hex, of the 8 length bytes and the header, as `CheckpointFile` has it."""
         self.checksums = Checksums()
         """Checksums of the bytes given to `write_at`; complete after `close`."""
-        self._is_guest = join
+        self._is_joined = join
         self._output: Output | None = open_output(path, join=join)
         try:
             if not join:
@@ -106,7 +106,7 @@ class FileWriter:
         """
         if self._output is None:
             return
-        if not self._is_guest:
+        if not self._is_joined:
             try:
                 self._require_complete()
             except CheckpointError:

@@ -43,7 +43,8 @@ def fsdp2_load_full_state_dict(
         timeout_s: Longest wait for one item or bucket.
 
     Returns:
-        The same model. Wire and memory: see `load_full_state_dict`.
+        The same model. Wire: each shard once to each rank that holds it. Memory above the shards: two buckets of 32
+        MiB, and on rank 0 one item where items load on access.
 
     Raises:
         PlanError: On every rank, before data moves: each key that is missing or does not fit. A model that was on meta

@@ -79,10 +79,10 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def _refuse_4_bit(model: nn.Module) -> None:
-    found = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Params4bit"]
-    if found:
+    names = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Params4bit"]
+    if names:
         raise PlanError(
-            f"{found[0]} and {len(found) - 1} more are 4-bit parameters of bitsandbytes: load the model without "
+            f"{names[0]} and {len(names) - 1} more are 4-bit parameters of bitsandbytes: load the model without "
             "quantization_config, or name their modules in ignored_modules and shard with shard_module"
         )
 

@@ -22,7 +22,7 @@ from raysharding.torch_internals import BatchNorm
 def sharding_of(
     plugin: Any, model: nn.Module | None = None, *, world_size: int | None = None, ranks_per_node: int | None = None
 ) -> Sharding:
-    """Translate a plugin, accelerate's or ours; see `FullyShardedDataParallelPlugin.to_sharding`."""
+    """Translate a plugin, accelerate's or ours, into a `Sharding`; a `UserWarning` says what FSDP2 ignores."""
     ignored = plugin.ignored_modules
     if not plugin.limit_all_gathers:
         warn_once("limit_all_gathers=False: FSDP2 always limits them")

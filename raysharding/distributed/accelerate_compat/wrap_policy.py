@@ -92,17 +92,17 @@ def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True
     Raises:
         PlanError: A name that no module's class has.
     """
-    found: dict[str, dict[type[nn.Module], None]] = {}
+    classes: dict[str, dict[type[nn.Module], None]] = {}
     for _, module in named_submodules(model):
-        found.setdefault(type(module).__name__, {})[type(module)] = None
+        classes.setdefault(type(module).__name__, {})[type(module)] = None
     wanted = list(dict.fromkeys(names))
-    unknown = [name for name in wanted if name not in found]
+    unknown = [name for name in wanted if name not in classes]
     if unknown and strict:
         raise PlanError(
             f"transformer_cls_names_to_wrap names {', '.join(map(repr, unknown))}, but no module of "
-            f"{type(model).__name__} has that class; its modules' classes are {', '.join(sorted(found))}"
+            f"{type(model).__name__} has that class; its modules' classes are {', '.join(sorted(classes))}"
         )
-    return tuple(kind for name in wanted for kind in found.get(name, ()))
+    return tuple(kind for name in wanted for kind in classes.get(name, ()))
 
 
 # --- other policies -------------------------------------------------------------------------------------------------
@@ -119,18 +119,18 @@ def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Mo
                 stacklevel=2,
             )
         return set(targets)
-    found: set[nn.Module] = set()
+    picked: set[nn.Module] = set()
     if _is_fsdp1_callable(policy):
 
         def mark(module: nn.Module, **_: Any) -> nn.Module:
-            found.add(module)
+            picked.add(module)
             return module
 
         # FSDP1's own walk, in which each module that it would wrap is wrapped in itself.
         recursive_wrap(model, policy, mark, ignored, {one for other in ignored for one in other.parameters()})
     else:
-        found.update(module for _, module in named_submodules(model) if module not in ignored and policy(module))
-    return found
+        picked.update(module for _, module in named_submodules(model) if module not in ignored and policy(module))
+    return picked
 
 
 def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:

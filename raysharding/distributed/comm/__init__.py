@@ -1,6 +1,6 @@
 """Communication beside tensors: process group, device mesh, JSON collectives, agreement on failure, link test."""
 
-from raysharding.distributed.comm.abort import nobody_connects_later
+from raysharding.distributed.comm.abort import closed_listeners
 from raysharding.distributed.comm.agreement import BUCKETS_PER_CHECK, FailureFlag, agree, agreeing, from_rank_0
 from raysharding.distributed.comm.current_group import (
     current_group,
@@ -20,10 +20,10 @@ from raysharding.distributed.comm.device import (
     device_uuid,
     is_accelerator,
     is_available,
-    let_segments_grow,
     passes_shared_device,
     set_current_device,
     share_device,
+    use_expandable_segments,
 )
 from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh, mesh_group
 from raysharding.distributed.comm.json_collectives import (

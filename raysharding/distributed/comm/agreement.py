@@ -1,4 +1,11 @@
-"""Agreement on failure: all ranks raise, or none does."""
+"""Agreement on failure: all ranks raise, or none does.
+
+Note: which waits this ends.
+    An error on one rank is raised there before the rank's next collective, in which the other ranks then wait until the
+    group's timeout. A block that may fail on some ranks alone (files, memory, user code) therefore has no collective
+    inside, and ends in one that every rank enters, failed or not: `agree` and `agreeing`, `from_rank_0`,
+    `FailureFlag.check`. Its result is the same on every rank: all stop there, or all go on to the same collective.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +86,7 @@ def agreeing(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
         error = raised
     # Every rank calls this, with an error too: the others would wait in the all-reduce.
-    if any_rank(error is not None, group):
+    if any_rank(error is not None, group):  # the same on every rank: all enter the second collective, or none does
         agree(error, group=group)
 
 
@@ -96,7 +103,7 @@ def from_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None = None)
     value: Any = None
     with agreeing(group):
         value = make() if dist.get_rank(group or current_group()) == 0 else None
-    return broadcast_json(value, group)
+    return broadcast_json(value, group)  # not reached after an error, on any rank
 
 
 BUCKETS_PER_CHECK = 8
@@ -121,14 +128,22 @@ class FailureFlag:
         self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device())
 
     def check(self, index: int, failed: bool) -> bool:
-        """Return True if all ranks stop after bucket `index`; the same on every rank."""
+        """Return True if all ranks stop after bucket `index`; the same on every rank.
+
+        Args:
+            index: The bucket that is done.
+            failed: True from the first error of this rank on: the all-reduce that it went into is read at the next
+                check.
+        """
         if get_world_size() == 1:
             return failed
         if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
             return False
+        # One all-reduce is in flight at a time, from one check to the next, in which its messages overlap with those of
+        # the buckets: the wait here is short, and the flag may be written after it.
         self.close()
         if to_host(self._flag).item():
-            return True
+            return True  # the all-reduce of this check starts on no rank
         self._flag.fill_(failed)
         # Every rank starts this at the same buckets, failed or not: the others would wait for one that stopped early.
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=current_group(), async_op=True)

@@ -80,7 +80,7 @@ def nccl_version(device: torch.device) -> tuple[int, ...] | None:
     return version
 
 
-def let_segments_grow(device: torch.device) -> None:
+def use_expandable_segments(device: torch.device) -> None:
     """Make CUDA's caching allocator use expandable segments, which fragment less; before its first allocation.
 
     Not where the user has set up the allocator, or lets NCCL register its segments: torch drops that for these (2.13).

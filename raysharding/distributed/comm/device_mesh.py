@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm.abort import nobody_connects_later
+from raysharding.distributed.comm.abort import closed_listeners
 from raysharding.distributed.comm.current_group import current_group, global_ranks, require_member
 from raysharding.distributed.comm.device import check_device_type
 from raysharding.distributed.comm.json_collectives import all_gather_ints, all_gather_json
@@ -58,7 +58,7 @@ def init_mesh(
     if group is None:
         if replicate_size == 1:
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
-        with nobody_connects_later() if device_type == "cpu" else nullcontext():
+        with closed_listeners() if device_type == "cpu" else nullcontext():
             return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
     if replicate_size == 1:
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD_AXIS,))
@@ -101,7 +101,7 @@ def _new_group(device_type: str, ranks: list[int], *within: dist.ProcessGroup) -
     while num_process_groups() < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     backend = dist.get_backend_config(within[0])
-    with no_bound_device(), nobody_connects_later() if device_type == "cpu" else nullcontext():
+    with no_bound_device(), closed_listeners() if device_type == "cpu" else nullcontext():
         group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return group
 

@@ -1,4 +1,4 @@
-"""Collectives of JSON values, which travel as uint8 tensors and never as pickles.
+"""Collectives of JSON values, which are sent as uint8 tensors and never as pickles.
 
 Note [Exit]: a thread of gloo drops the tensors of a collective after the caller has gone on, and takes the GIL for that
 (torch 2.13). Where the interpreter ends meanwhile, the process aborts with "terminate called without an active
@@ -36,12 +36,12 @@ _EXIT_S = 0.05
 
 @functools.cache
 def let_gloo_end() -> None:
-    """Make the exit of this process leave the GIL to gloo's threads for a moment, once; see Note [Exit]."""
+    """Make the exit of this process leave the GIL to gloo's threads for a moment, once (Note [Exit])."""
     atexit.register(time.sleep, _EXIT_S)
 
 
 _HEAD_BYTES = 1 << 10
-"""Bytes that travel first. Nearly all values are shorter: a second collective takes a tenth of a fast load's time."""
+"""Bytes that are sent first. Nearly all values are shorter: a second collective takes a tenth of a fast load's time."""
 _LENGTH_BYTES = 8
 
 
@@ -61,7 +61,7 @@ def _decode(data: torch.Tensor) -> Any:
 
 
 def _resized(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return data, cut or with zeros at its end, on the device for metadata."""
+    """Return the first bytes of data, or data with zeros at its end, on the device for metadata."""
     return nn.functional.pad(data, (0, num_bytes - data.numel())).to(metadata_device(group))
 
 
@@ -77,11 +77,11 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         if one is longer.
     """
     data = _encode(value)
-    found = _all_gather(data, _HEAD_BYTES, group)
+    gathered = _all_gather(data, _HEAD_BYTES, group)
     # All ranks know all lengths: either each takes part in the second all-gather, with the same size, or none does.
-    if (longest := max(map(_num_bytes, found))) > _HEAD_BYTES:
-        found = _all_gather(data, longest, group)
-    return [_decode(one) for one in found]
+    if (longest := max(map(_num_bytes, gathered))) > _HEAD_BYTES:
+        gathered = _all_gather(data, longest, group)
+    return [_decode(one) for one in gathered]
 
 
 def _all_gather(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -138,13 +138,13 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
     let_gloo_end()
     group = group or current_group()
     data = _encode(value if dist.get_rank(group) == source else None)
-    found = _resized(data, _HEAD_BYTES, group)
-    dist.broadcast(found, group_src=source, group=group)
+    received = _resized(data, _HEAD_BYTES, group)
+    dist.broadcast(received, group_src=source, group=group)
     # Every rank knows the source's length: all take part in the second broadcast, with a buffer of that size, or none.
-    if (length := _num_bytes(to_host(found))) > _HEAD_BYTES:
-        found = _resized(data, length, group)
-        dist.broadcast(found, group_src=source, group=group)
-    return _decode(to_host(found))
+    if (length := _num_bytes(to_host(received))) > _HEAD_BYTES:
+        received = _resized(data, length, group)
+        dist.broadcast(received, group_src=source, group=group)
+    return _decode(to_host(received))
 
 
 def broadcast_tensor(mine: torch.Tensor | None, dtype: str, shape: Sequence[int], source: int = 0) -> torch.Tensor:

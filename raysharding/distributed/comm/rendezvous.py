@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from raysharding.distributed.comm.abort import nobody_connects_later
+from raysharding.distributed.comm.abort import closed_listeners
 from raysharding.distributed.comm.device import backends_of, device_uuid, is_accelerator, nccl_version, why_unshareable
 from raysharding.errors import RendezvousError
 
@@ -230,7 +230,7 @@ def join_process_group(
         keys = [f"unreachable/{other}" for other in range(world_size)]
         check_reachable(partial(_exchange, store, keys, rank, left_s), rank, addresses, left_s)
     try:
-        with nullcontext() if on_accelerator else nobody_connects_later():
+        with nullcontext() if on_accelerator else closed_listeners():
             dist.init_process_group(
                 backends_of(device),
                 store=store,

@@ -5,7 +5,7 @@ numbers overlap: the backend is therefore made directly, over the store of one o
 torch's process groups make it.
 
 Note [Ending a wait]: a rank that fails must not leave the others waiting. gloo's `abort` ends no wait (torch 2.13, see
-Note [Cutting]); `stop` shuts down the sockets of the group, and every rank that waits for this one fails within
+Note [Shutting down]); `stop` shuts down the sockets of the group, and every rank that waits for this one fails within
 milliseconds, and stops in turn. A rank that dies does the same, by its death.
 """
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from raysharding.distributed.comm.abort import between, connections, cut, nobody_connects_later
+from raysharding.distributed.comm.abort import between, closed_listeners, connections, shut_down
 from raysharding.distributed.comm.device import device_module, is_accelerator
 from raysharding.distributed.comm.json_collectives import let_gloo_end
 from raysharding.distributed.comm.rendezvous import StoreAddress, check_reachable, connect_store, listen_as_gloo
@@ -91,7 +91,7 @@ class SpanningGroup:
             check_reachable(self.exchange, self.rank, addresses, min(_STORE_S, self.left_s))
         before = set(connections())
         let_gloo_end()
-        with nobody_connects_later():
+        with closed_listeners():
             self._gloo = self._meet()
         made = [one for one in connections() if one not in before]
         every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(made)]
@@ -250,7 +250,7 @@ class SpanningGroup:
     def stop(self) -> None:
         """End all waits in this group, on this rank and on all that wait for it. From any thread."""
         self._stopped.set()
-        cut(self._sockets)
+        shut_down(self._sockets)
         if self._device_backend is not None:
             self._device_backend.abort()
 

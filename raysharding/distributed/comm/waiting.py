@@ -1,4 +1,4 @@
-"""Waits for other ranks, in functions that tell a rank that waits from one that hangs.
+"""Waits for other ranks, in functions whose frames show that a rank waits, and does not hang by itself.
 
 A collective may return before it has run: an asynchronous one always, and on an accelerator every one, since it is
 queued on a stream. The rank then waits where it needs the result, which is in no frame of torch.distributed.
@@ -22,8 +22,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _waits: set[CodeType] = set()
 _POLL_S = 1e-4
-"""Pause between two looks at an event: short beside a copy of a bucket, and in a frame of ours, which `synchronize` of
-torch's own event classes is not."""
+"""Pause between two queries of an event: short beside a copy of a bucket. The wait is in a frame of ours, which that of
+`synchronize` of torch's own event classes is not."""
 
 
 def waits_for_ranks(function: Function) -> Function:
@@ -67,7 +67,7 @@ def wait_for_event(event: torch.Event, timeout_s: float) -> None:
 
 
 class HostCopy:
-    """A copy of a tensor into host memory, queued on the current stream; the host goes on meanwhile.
+    """A copy of a tensor into host memory, queued on the current stream; the host does not wait for it.
 
     Args:
         result: As for `to_host`. On an accelerator the memory of the copy is page-locked: a copy into other memory

@@ -105,7 +105,7 @@ def shard_full_optim_state_dict(
     Raises:
         PlanError: The model lacks a name, or has another shape; or the param groups are not those of the optimizer.
     """
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     state: dict[int, dict[str, Any]] = {}
     problems = order.unknown(full_optim_state_dict["state"])
     groups = order.groups(full_optim_state_dict["param_groups"], problems)
@@ -153,7 +153,7 @@ def scatter_full_optim_state_dict(
         return described
 
     target = OptimizerSnapshot.from_outline(from_rank_0(outline), model)  # the same on every rank, so all raise or none
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     problems = order.unknown(target.names)
     groups = order.groups(target.groups, problems)
     agree(_misfit(problems))  # each rank was given its own `optim`
@@ -188,7 +188,7 @@ def rekey_optim_state_dict(
         ValueError: `optim_state_key_type` is neither.
         PlanError: The model or the optimizer lacks a key.
     """
-    order = _Order(model, optim_input, optim)
+    order = _ParameterOrder(model, optim_input, optim)
     to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
     if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
         raise ValueError(
@@ -208,7 +208,7 @@ def rekey_optim_state_dict(
     return {"state": {renamed[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": by_id}
 
 
-class _Order:
+class _ParameterOrder:
     """Ids and names of the parameters of an optimizer.
 
     Raises:
@@ -227,10 +227,10 @@ class _Order:
             is_grouped = items and isinstance(items[0], Mapping)
             self._groups = [list(group["params"]) for group in items] if is_grouped else [items]
         self.parameters = list(chain.from_iterable(self._groups)) if self._groups is not None else list(names)
-        strangers = sum(parameter not in names for parameter in self.parameters)
-        if strangers:
+        num_unknown = sum(parameter not in names for parameter in self.parameters)
+        if num_unknown:
             raise ValueError(
-                f"{strangers} of the optimizer's parameters are not the model's: is it the sharded model's?"
+                f"{num_unknown} of the optimizer's parameters are not the model's: is it the sharded model's?"
             )
         self.names = [names[parameter] for parameter in self.parameters]
         self.ids = {name: index for index, name in enumerate(self.names)}
@@ -267,7 +267,7 @@ def _misfit(problems: list[str]) -> PlanError | None:
 
 
 def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[str, Any]]:
-    """Return a full state dict as a snapshot, and its outline."""
+    """Return a full state dict as a snapshot, and its outline, which is JSON."""
     if not full:
         raise PlanError("rank 0 has no full_optim_state_dict: pass the state dict on rank 0")
     try:
@@ -287,5 +287,5 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
     like = state_like(parameter, value.shape, value.dtype)
     if not isinstance(like, DTensor):
         return value.clone()
-    assert isinstance(parameter, DTensor), "state is cut where its parameter is"
+    assert isinstance(parameter, DTensor), "state is sharded where its parameter is"
     return cut(value, parameter)

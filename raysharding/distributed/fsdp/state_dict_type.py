@@ -105,7 +105,7 @@ def set_state_dict_type(
 
     Raises:
         ValueError: A config of another type.
-        PlanError: From `load_state_dict`, see above.
+        PlanError: From `load_state_dict`, as above.
         RuntimeError: From `state_dict` and `load_state_dict` in the full form, inside `summon_full_params`.
     """
     configs: list[Any] = []
@@ -214,8 +214,8 @@ class _Form:
         """Replace DTensors by full tensors; collective."""
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
         aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
-        found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-        sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        sharded = {aliases.get(key, key): value for key, value in own.items() if isinstance(value, DTensor)}
         is_wanted = not rank0_only or not dist.is_initialized() or get_rank() == 0
         if sharded:
             # A rank without memory must not leave the others in the gather.
@@ -223,7 +223,7 @@ class _Form:
                 full = full_memory(sharded if is_wanted else {}, on_cpu=self._on_cpu)
             ranks = (0,) if rank0_only else range(get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
-        for key, value in found.items():
+        for key, value in own.items():
             if not is_wanted:
                 del state_dict[key]
             elif isinstance(value, DTensor):
@@ -272,18 +272,18 @@ class _Form:
         # As in `state_dict`; a rank inside summon_full_params must not leave the others in the next exchange.
         with agreeing():
             reshard(self._root() or module)
-        found: dict[str, Any] = incoming
+        values: dict[str, Any] = incoming
         if self._is_full:
             result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
             missing, aliases, own = {*result.missing_keys}, tied_names(module), dict(named_tensors(module))
-            found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
-            found |= {**dict.fromkeys(result.unexpected_keys, torch.empty(0)), **extra.values}
+            values = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
+            values |= {**dict.fromkeys(result.unexpected_keys, torch.empty(0)), **extra.values}
         else:
             self._require_fit(incoming, module, strict)
         torch_keys = _torch_keys(module)
         # The hook by which a wrapper puts its part into keys ran already.
         own_part = f"{_CHECKPOINT_WRAPPED}." if isinstance(module, ActivationWrapper) else ""
-        state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in found.items()})
+        state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in values.items()})
 
     def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
         """Raise on every rank if a value on any rank does not fit; collective."""

@@ -3,7 +3,7 @@
 Note: why this module gathers the shards.
     `FSDPModule.unshard()` follows the mixed-precision policy: it returns copies in the low dtype, and a write to a
     copy is lost at the next reshard. Here the shards are gathered in their own dtype, and at the end of the context the
-    full parameters are cut and copied into the memory of the shards, to which FSDP2 and the optimizer refer.
+    full parameters are sharded and copied into the memory of the shards, to which FSDP2 and the optimizer refer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import full_memory, gather_into
 from raysharding.errors import PlanError
-from raysharding.models import is_cut
+from raysharding.models import is_shardable
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     _walk(unwrapped(module), fn, errors, set())
     error = errors[0] if errors else None
     if is_collective:
-        agree(error)  # collective: no rank goes on as if all were well
+        agree(error)  # collective: no rank continues after another's error
     elif error is not None:
         raise error
     return module
@@ -189,7 +189,7 @@ class _Param:
     places: list[tuple[nn.Module, str]]
     """Every (owner, name in the owner) under which it is registered: several where it is tied."""
     sharded: nn.Parameter
-    """What is registered outside: a DTensor, or a parameter that FSDP2 does not cut."""
+    """Parameter that is registered outside of the context: a DTensor, or one that FSDP2 does not shard."""
     full: nn.Parameter | None = None
     """Full shape; `None` on a rank that gets none."""
 
@@ -217,14 +217,14 @@ class _Param:
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
     """Return the parameters of a module, sharded or not cut by FSDP2, each once under its first name."""
-    found: dict[torch.Tensor, _Param] = {}
+    params: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
             # The other plain parameters are those of ignored modules, which the user keeps out of FSDP.
-            is_whole = parameter is not None and (not is_cut(parameter) or leaf in kept_whole.get(submodule, ()))
+            is_whole = parameter is not None and (not is_shardable(parameter) or leaf in kept_whole.get(submodule, ()))
             if parameter is not None and (is_whole or isinstance(parameter, DTensor)):
-                found.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
-    return list(found.values())
+                params.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
+    return list(params.values())
 
 
 def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:
@@ -286,7 +286,7 @@ class _FullParams:
     params: list[_Param]
     options: _Options
     device: torch.device
-    """Of the messages."""
+    """Device of the messages."""
 
     @property
     def ranks(self) -> Sequence[int]:

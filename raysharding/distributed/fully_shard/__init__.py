@@ -7,9 +7,9 @@ from raysharding.distributed.fully_shard.gradients import (
     clip_grad_norm_,
     finish_backward,
     no_sync,
-    parameters_left_alone,
     reduce_replicated_gradients,
     scale_gradients,
+    unaveraged_parameters,
 )
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,

@@ -69,7 +69,7 @@ def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Shar
         return [name for name, submodule in modules.items() if wanted(submodule)]
     assert not isinstance(wanted, bool), "the caller handles False"
     classes = {name: class_name(submodule) for name, submodule in modules.items()}
-    if missing := [wish for wish in wanted if wish not in classes.values()]:
+    if missing := [name for name in wanted if name not in classes.values()]:
         names = ", ".join(sorted(set(classes.values())))
         raise PlanError(f"activation_checkpointing names {missing}, but no module has such a class; they have {names}")
     return [name for name, found in classes.items() if found in wanted]

@@ -31,7 +31,7 @@ _CURE = (
 )
 
 
-class _Order:
+class _ExecutionOrder:
     """Groups that ran on this rank since the last check.
 
     Args:
@@ -67,7 +67,7 @@ class _Order:
         self._in_forward = False
 
 
-_orders: WeakKeyDictionary[nn.Module, _Order] = WeakKeyDictionary()
+_orders: WeakKeyDictionary[nn.Module, _ExecutionOrder] = WeakKeyDictionary()
 
 
 def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
@@ -77,7 +77,7 @@ def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]])
         module: The root, after `fully_shard`.
         groups: Result of `wrap_groups`: FQNs of the modules of each group, without the root.
     """
-    order = _orders[module] = _Order([*(", ".join(names) for names in groups), "the root"])
+    order = _orders[module] = _ExecutionOrder([*(", ".join(names) for names in groups), "the root"])
     for index, names in enumerate(groups):
         for name in names:
             module.get_submodule(name).register_forward_pre_hook(partial(order.add, index), prepend=True)

@@ -102,7 +102,7 @@ MESSAGE_BYTES = 64 << 20
 """Bytes of gradients in one all-reduce; a larger gradient has its own."""
 
 
-_left_alone: WeakSet[nn.Module] = WeakSet()
+_unaveraged: WeakSet[nn.Module] = WeakSet()
 """Modules whose gradients are not averaged: `Sharding(average_ignored_gradients=False)`."""
 
 
@@ -125,13 +125,13 @@ def reduce_replicated_gradients(module: nn.Module) -> None:
 
 def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the trainable parameters outside FSDP whose gradients are averaged, in module order."""
-    alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    alone = {id(parameter) for parameter in unaveraged_parameters(module)}
     return [item for item in plain_parameters(module) if item.requires_grad and id(item) not in alone]
 
 
-def parameters_left_alone(module: nn.Module) -> list[nn.Parameter]:
+def unaveraged_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients are not averaged. Not collective."""
-    holders = [submodule for submodule in module.modules() if submodule in _left_alone]
+    holders = [submodule for submodule in module.modules() if submodule in _unaveraged]
     return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
 
 
@@ -198,7 +198,7 @@ def finish_backward(module: nn.Module) -> None:
         reduce_replicated_gradients(module)
 
 
-class _Reduction:
+class _ReduceAfterBackward:
     """Queues a callback of autograd, once per backward through the root's outputs, that reduces at its end."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -239,18 +239,18 @@ class _Reduction:
             reduce_replicated_gradients(self._module)  # makes the module's group current: not so on autograd's threads
 
 
-def reduce_after_backward(module: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
+def reduce_after_backward(module: nn.Module, unaveraged: Iterable[nn.Module] = ()) -> None:
     """Make every backward of the root average the gradients of replicated parameters, if there are any.
 
     Args:
         module: The root, after `fully_shard`. If it has no such parameters now, call `reduce_replicated_gradients` for
             parameters that are added later.
-        left_alone: Modules whose own parameters' gradients are not averaged.
+        unaveraged: Modules whose own parameters' gradients are not averaged.
     """
-    _left_alone.update(left_alone)
+    _unaveraged.update(unaveraged)
     # Frozen parameters count: they may be trained later.
     if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module.register_forward_hook(_Reduction(module).watch)
+        module.register_forward_hook(_ReduceAfterBackward(module).watch)
 
 
 @over_ranks_of("module")
@@ -294,9 +294,9 @@ def _require_root(module: nn.Module) -> None:
     Raises:
         RuntimeError: The module is not the root. Before the first forward FSDP2 has no root, and no gradients exist.
     """
-    found = fsdp_modules(module, root_only=True)
-    is_inside = not found and any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if is_inside or any(outer_root(part) is not None for part in found):
+    roots = fsdp_modules(module, root_only=True)
+    is_inside = not roots and any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if is_inside or any(outer_root(part) is not None for part in roots):
         raise RuntimeError(
             f"this {class_name(module)} is a part of a sharded module, and the norm is that of all gradients: call "
             "clip_grad_norm_(root, ...) with the module that was sharded as a whole"
@@ -335,7 +335,7 @@ def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
         ValueError: A parameter is on ranks outside the module's mesh, as with tensor parallelism.
     """
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
-    alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    alone = {id(parameter) for parameter in unaveraged_parameters(module)}
     ranks = set(global_ranks())
     for parameter in module.parameters():
         grad = parameter.grad

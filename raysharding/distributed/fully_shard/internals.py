@@ -1,6 +1,20 @@
 """Private state of FSDP2 that this package uses: groups, states, shards and gathered copies.
 
 Also: what an FSDP module refuses while full parameters are registered in place of its shards.
+
+Note: what FSDP2 keeps, as of torch 2.11 to 2.13.
+    Each module that `fully_shard` was called with has a state (`FSDPState`), which has groups (`FSDPParamGroup`). A
+    parameter of a group is two objects. `sharded_param` is the DTensor that an optimizer holds. `_unsharded_param` is
+    made by the first all-gather and stays: `reshard` frees its storage, and `unshard` allocates it again. One of the
+    two is registered in the module: code that reads `module.parameters()` after a forward may get objects whose values
+    the next `reshard` drops.
+
+    `_training_state`, of states and of groups, says which hook ran last: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD.
+    After an exception it stays as it is. A group in FORWARD that is to stay gathered behind the forward
+    (`post_forward_mesh_info` is `None`, as of the root) ignores `reshard`.
+
+    The first module that runs becomes the root (`_lazy_init`): the states below it then share its `_state_ctx`, and a
+    callback at the end of each backward of autograd, queued once, reduces what is left and makes all states IDLE.
 """
 
 from __future__ import annotations
@@ -66,11 +80,11 @@ def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
 
 def training_dtypes(module: nn.Module) -> set[torch.dtype]:
     """Return the dtypes that FSDP groups with trained parameters, and other trained parameters, compute in."""
-    found = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     for group in fsdp_groups(module):
         if any(item.sharded_param.requires_grad for item in group.fsdp_params):
-            found |= {group.mp_policy.param_dtype or item.sharded_param.dtype for item in group.fsdp_params}
-    return found
+            dtypes |= {group.mp_policy.param_dtype or item.sharded_param.dtype for item in group.fsdp_params}
+    return dtypes
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -86,8 +100,8 @@ def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's group objects in a module tree, each once, outer first. Not collective."""
-    found = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
-    return list({id(group): group for group in found}.values())
+    groups = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
+    return list({id(group): group for group in groups}.values())
 
 
 def own_groups(module: object) -> list[Any]:
@@ -156,12 +170,17 @@ def reset_iteration(root: FSDPModule) -> None:
     assert isinstance(root, nn.Module), "FSDP modules are modules"
     state = root._get_fsdp_state()
     with gradient_sync(root, True):  # without it, FSDP2 looks for gradients in groups that never ran
-        state._root_post_backward_final_callback()  # the end of every backward that is not aborted
+        # The end of every backward that is not aborted. It lets the current stream wait for the reductions in flight,
+        # frees their buffers, and reshards. Groups find no gradients, so no rank starts a reduction that others do not.
+        state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
 
 
 def reduce_accumulated(module: nn.Module) -> None:
     """Reduce the gradients that backward passes without a reduction have left; collective.
+
+    Groups are reduced in the order of the module tree, on every rank, and not in that of a backward. A group whose
+    gradients are reduced has none left, and starts nothing.
 
     Args:
         module: The sharded root module.
@@ -235,6 +254,7 @@ def add_hooks(module: nn.Module) -> None:
         part.register_forward_pre_hook(_settle_trained)  # behind FSDP2's, which gathers
         part.register_forward_hook(_hook_bases, with_kwargs=True)
     for group in fsdp_groups(module):
+        # FSDP2 looks the method up at each call, in its node of the graph and in the root's callback: both find this.
         group.post_backward = partial(_post_backward, group.fsdp_params, group.post_backward)
 
 
@@ -270,17 +290,17 @@ def _requires_grad(group: Any) -> list[bool]:
     Parameters that are registered in place of shards lose it otherwise: FSDP2 copies it from the shards when it
     gathers. If the two differ later, the one that changed since the last forward began is right.
     """
-    found = [item.sharded_param.requires_grad for item in group.fsdp_params]
+    flags = [item.sharded_param.requires_grad for item in group.fsdp_params]
     if group not in _trained or group.is_sharded:
-        return found
+        return flags
     name = "_unsharded_param" if group.is_unsharded else "_sharded_post_forward_param"
     registered = [getattr(item, name) for item in group.fsdp_params]
     for index, parameter in enumerate(registered):
-        if parameter.requires_grad != found[index]:
-            found[index] = not _trained[group][index]
+        if parameter.requires_grad != flags[index]:
+            flags[index] = not _trained[group][index]
             for one in (parameter, group.fsdp_params[index].sharded_param):
-                one.requires_grad_(found[index])
-    return found
+                one.requires_grad_(flags[index])
+    return flags
 
 
 def _post_backward(parameters: Sequence[Any], post_backward: Callable[[], None], *_: Any) -> None:
@@ -309,7 +329,7 @@ def _hook_bases(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     if state._training_state.name == "PRE_BACKWARD":  # activation checkpointing computes the output again
         return
     for base in bases_of(output, (args, kwargs)):
-        base.register_hook(state._pre_backward)
+        base.register_hook(state._pre_backward)  # after the hook of the view, if that ran: then it does nothing
 
 
 def bases_of(output: Any, inputs: Any) -> list[torch.Tensor]:
@@ -374,13 +394,13 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     Returns:
         The modules; empty if nothing is sharded.
     """
-    found: list[FSDPModule] = []
+    modules: list[FSDPModule] = []
     below: set[nn.Module] = set()
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule) and submodule not in below:
-            found.append(submodule)
+            modules.append(submodule)
             below.update(submodule.modules() if root_only else ())
-    return found
+    return modules
 
 
 @contextmanager
@@ -397,7 +417,7 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
         part.unshard()
     try:
         for group, _ in before:
-            group.post_forward_mesh_info = None
+            group.post_forward_mesh_info = None  # FSDP2 reshards no such group after forward, so none is gathered again
         yield
     finally:
         for group, info in before:
@@ -419,7 +439,7 @@ def reshard(module: nn.Module) -> None:
             if submodule in summoned:
                 what = f"{name.rstrip('.') or 'the module'} is inside summon_full_params"
                 raise RuntimeError(f"{what}: leave that context before you gather, load, save or train")
-            _leave_forward(submodule)
+            _leave_forward(submodule)  # before `reshard`, which a group inside forward may ignore
             for group in own_groups(submodule):
                 if not group.is_sharded:
                     _requires_grad(group)

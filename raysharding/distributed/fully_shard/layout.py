@@ -69,8 +69,8 @@ def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[
         module: The root.
         aliases: True to name a module in two places twice; a cyclic tree is then a RecursionError.
     """
-    found = unwrapped(module).named_modules(remove_duplicate=not aliases)
-    return [(f"{name}." if name else "", submodule) for name, submodule in found]
+    named = unwrapped(module).named_modules(remove_duplicate=not aliases)
+    return [(f"{name}." if name else "", submodule) for name, submodule in named]
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def compute_device(module: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Which ranks hold which shard of a module's tensors."""
+    """Shards of a module's tensors, and the ranks that hold each."""
 
     holders: tuple[tuple[int, ...], ...]
     """shard index → ranks of the current group that hold it, first replica first."""
@@ -205,17 +205,17 @@ class ShardMap:
         Raises:
             ValueError: The tensors are on different meshes, or on another mesh than the current group's.
         """
-        found = {holders: next(iter(part)) for holders, part in _by_holders(tensors).items() if holders is not None}
-        if len(found) > 1:
+        names = {holders: next(iter(part)) for holders, part in _by_holders(tensors).items() if holders is not None}
+        if len(names) > 1:
             raise ValueError(
-                f"parameters {sorted(found.values())} lie on different meshes: shard the module over one, "
+                f"parameters {sorted(names.values())} lie on different meshes: shard the module over one, "
                 "or bring its state to torch.distributed.checkpoint, by state_dict_type"
             )
         ranks = {rank: index for index, rank in enumerate(global_ranks())}
-        holders = next(iter(found), (tuple(ranks),))
+        holders = next(iter(names), (tuple(ranks),))
         if sorted(rank for row in holders for rank in row) != sorted(ranks):
             raise ValueError(
-                f"{next(iter(found.values()))}: its mesh holds the ranks {holders}, and the process group "
+                f"{next(iter(names.values()))}: its mesh holds the ranks {holders}, and the process group "
                 f"{list(ranks)}: shard the module over one mesh"
             )
         return cls(tuple(tuple(ranks[rank] for rank in row) for row in holders), get_rank())

@@ -1,6 +1,4 @@
-"""How a module on meta gets its memory, as FSDP2 wants it.
-
-What a module's tensors hold before they are cut: `param_init_fn` and `sync_module_states`, one group at a time.
+"""Memory for modules on meta, and the values before sharding: `param_init_fn` and `sync_module_states`, group by group.
 
 Note: how `param_init_fn` is called.
     First while the module is on meta, as FSDP1 does: its functions ask `is_meta`, allocate and fill. What is left on
@@ -34,12 +32,12 @@ from raysharding.distributed.fully_shard.layout import (
 )
 from raysharding.errors import PlanError
 
-_Slot = tuple[dict[str, Any], str, torch.Tensor]
+_TensorEntry = tuple[dict[str, Any], str, torch.Tensor]
 """A module's table, a name in it, and the tensor that was there."""
 
 
-class FirstValues:
-    """Gives tensors on meta memory and values, and every rank rank 0's.
+class InitialValues:
+    """Gives memory and values to tensors on meta, and rank 0's values to every rank.
 
     Args:
         module: The root, before any `fully_shard`.
@@ -61,14 +59,14 @@ class FirstValues:
         if self._syncs:
             _check_alike(module, has_rule=self._fn is not None)
 
-    def settle(self, modules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
-        """Settle the tensors of one FSDP group that is about to be cut; collective under `sync_module_states`.
+    def set_values(self, modules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
+        """Set the values of one FSDP group that is about to be sharded; collective under `sync_module_states`.
 
         Memory: the group's full tensors on this rank.
 
         Args:
-            modules: Of the group; inner groups are cut already, and left alone.
-            kept: Parameters that no group cuts.
+            modules: Of the group; inner groups are sharded already, and stay as they are.
+            kept: Parameters that no group shards.
 
         Raises:
             PlanError: `param_init_fn` left tensors without a value; under `sync_module_states` on every rank, and
@@ -94,7 +92,7 @@ class FirstValues:
             self._require_values(submodules, cause)
 
     def _materialize(
-        self, module: nn.Module, slots: Sequence[_Slot], real: dict[torch.Tensor, torch.Tensor]
+        self, module: nn.Module, slots: Sequence[_TensorEntry], real: dict[torch.Tensor, torch.Tensor]
     ) -> Exception | None:
         """Give a module's own tensors on meta memory, and the values of `param_init_fn`.
 
@@ -120,7 +118,7 @@ class FirstValues:
             table[name] = real.setdefault(tensor, table[name])
         return stopped
 
-    def _call_on_meta(self, module: nn.Module, slots: Sequence[_Slot]) -> Exception | None:
+    def _call_on_meta(self, module: nn.Module, slots: Sequence[_TensorEntry]) -> Exception | None:
         """Call the function as FSDP1 does; return its error if it is one that only fills values."""
         if self._fn is None:
             return None
@@ -175,7 +173,7 @@ def _own_submodules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
                 yield submodule
 
 
-def tensor_slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
+def tensor_slots(submodules: Iterable[nn.Module]) -> Iterator[_TensorEntry]:
     """Yield the own parameters and buffers of these modules."""
     for submodule in submodules:
         for table in (submodule._parameters, submodule._buffers):
@@ -184,16 +182,16 @@ def tensor_slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
                     yield table, name, tensor
 
 
-def _tensors(submodules: Iterable[nn.Module]) -> list[_Slot]:
-    """Return the own parameters and buffers of these modules that FSDP has not cut."""
+def _tensors(submodules: Iterable[nn.Module]) -> list[_TensorEntry]:
+    """Return the own parameters and buffers of these modules that FSDP has not sharded."""
     return [slot for slot in tensor_slots(submodules) if not isinstance(slot[2], DTensor)]
 
 
-def _on_meta(submodules: Iterable[nn.Module]) -> list[_Slot]:
+def _on_meta(submodules: Iterable[nn.Module]) -> list[_TensorEntry]:
     return [slot for slot in _tensors(submodules) if slot[2].is_meta]
 
 
-def _is_on_meta(slot: _Slot) -> bool:
+def _is_on_meta(slot: _TensorEntry) -> bool:
     """Return True if what is in the place of a slot's tensor now is on meta."""
     table, name, _ = slot
     return bool(table[name].is_meta)
@@ -203,7 +201,7 @@ class _MarkedMemory(TorchFunctionMode):
     """Fills uninitialised memory with a pattern that no value has, by which `_is_marked` finds it.
 
     Raises:
-        PlanError: New memory is asked for what an inner group has cut, and filled, already.
+        PlanError: New memory is asked for what an inner group has sharded, and filled, already.
     """
 
     _ALLOCATING = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
@@ -241,8 +239,8 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     """Return True if memory has not been written: any element of a float, all elements of an integer tensor."""
     if not tensor.numel():
         return False
-    found = _bits(tensor) == _pattern(tensor)
-    return bool(found.any() if _is_number(tensor) else found.all())
+    is_unset = _bits(tensor) == _pattern(tensor)
+    return bool(is_unset.any() if _is_number(tensor) else is_unset.all())
 
 
 def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
@@ -285,7 +283,7 @@ def materialize(
     Returns:
         A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
     """
-    replaced: list[_Slot] = []
+    replaced: list[_TensorEntry] = []
 
     def undo() -> None:
         for tensors, name, tensor in replaced:
@@ -314,11 +312,11 @@ def materialize(
     return undo
 
 
-def _cut_padding(replaced: Iterable[_Slot]) -> None:
-    """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
+def _cut_padding(replaced: Iterable[_TensorEntry]) -> None:
+    """Narrow each shard that is shorter than other ranks' to its own length, after FSDP2 has taken its padded memory.
 
-    FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
-    first touch of all memory twice; shown one that is long already it keeps it.
+    FSDP2 wants shards of one length. Of a short one it makes a longer copy, and the load would wait for the first touch
+    of all memory twice; one that is padded already it keeps.
     """
     for tensors, name, before in replaced:
         if isinstance(before, DTensor):
@@ -326,7 +324,7 @@ def _cut_padding(replaced: Iterable[_Slot]) -> None:
             local = inner_tensor(tensors[name])
             if len(local) > length:
                 with torch.no_grad():
-                    local[length:].zero_()  # travels in all-gathers: it need not be a NaN
+                    local[length:].zero_()  # it is sent in all-gathers, and should not be a NaN
                 set_inner_tensor(tensors[name], local.narrow(0, 0, length))
 
 
@@ -349,7 +347,7 @@ def _filled_like(
         value = with_layout(value, tensor, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    # Attributes that models hang on tensors (transformers' `_is_hf_initialized`, weight-decay marks) stay, and those by
+    # Attributes that models give to tensors (transformers' `_is_hf_initialized`, weight-decay marks) stay, and those by
     # which torch knows a parameter or buffer of another class than `nn.Parameter` or `nn.Buffer`.
     value.__dict__.update(tensor.__dict__)
     return value

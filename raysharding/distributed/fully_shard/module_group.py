@@ -1,4 +1,4 @@
-"""The process group of a module: the ranks of its mesh; see Note [Current group]."""
+"""The process group of a module: the ranks of its mesh, current while a function works on the module."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""What is hung on modules around their forward: precision, compilation, input devices, prefetching.
+"""Hooks and wrappers around the forward of modules: precision, compilation, input devices, prefetching.
 
-BatchNorm under mixed precision: computes in the dtype it is stored in, between modules that compute in another.
+- BatchNorm under mixed precision computes in the dtype that it is stored in, between modules that compute in another.
+- `Sharding.compile`: `torch.compile` of the blocks, one by one.
+- A root's inputs are moved to the device that it computes on.
+- FSDP1's `forward_prefetch` and `backward_prefetch`, which issue a group's all-gather ahead of time, on FSDP2.
+- `warn_once`: a warning that is given at the first call only.
 
-`Sharding.compile`: `torch.compile` of the blocks, one by one.
-
-A root's inputs come to the device it computes on.
-
-`warn_once`: what a user should hear, and not at every call.
-
-Which group's all-gather is issued ahead of time: FSDP1's `forward_prefetch` and `backward_prefetch` on FSDP2.
-
-Note: what is left of the two knobs.
+Note: effect of the two prefetch options.
     FSDP2 issues each all-gather on a stream of its own and, in backward, one group ahead (`BACKWARD_PRE`). Explicit
     prefetching issues it earlier from the CPU, or further ahead. On CPUs an all-gather is waited for where it is
     issued, so that prefetching only moves it, and holds more memory.
@@ -53,7 +49,7 @@ def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], shardin
     for names in groups:
         for block in map(module.get_submodule, names):
             if any(True for _ in block.children()):
-                # The signature stays: callers look at it to find out which arguments a module takes.
+                # The signature stays: callers inspect it to find out which arguments a module takes.
                 compiled = torch.compile(block.forward, backend=backend)
                 block.forward = functools.update_wrapper(compiled, block.forward)
 

@@ -38,7 +38,7 @@ from raysharding.distributed.fully_shard.execution_order import record_execution
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
 from raysharding.distributed.fully_shard.internals import add_hooks, kept_whole, offloaded, reshard, summoned
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
-from raysharding.distributed.fully_shard.materialize import FirstValues
+from raysharding.distributed.fully_shard.materialize import InitialValues
 from raysharding.distributed.fully_shard.module_group import note_mesh
 from raysharding.distributed.fully_shard.module_hooks import (
     cast_inputs_before_forward,
@@ -64,10 +64,10 @@ from raysharding.models import (
 
 def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
     """Return the policy of `Sharding.mixed_precision`; a dtype reduces gradients in float32."""
-    given: Any = sharding.mixed_precision
-    if isinstance(given, torch.dtype):
-        return MixedPrecisionPolicy(given, torch.float32)
-    return given or MixedPrecisionPolicy()
+    policy: Any = sharding.mixed_precision
+    if isinstance(policy, torch.dtype):
+        return MixedPrecisionPolicy(policy, torch.float32)
+    return policy or MixedPrecisionPolicy()
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:
@@ -131,14 +131,14 @@ def _shard_groups(
     device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)
     in_full = full_precision_groups(module, sharding, groups)
-    found = whole_parameters(module, sharding, groups)
-    whole = [(held, name) for held in module.modules() for name, one in held._parameters.items() if one in found]
+    unsharded = whole_parameters(module, sharding, groups)
+    whole = [(held, name) for held in module.modules() for name, one in held._parameters.items() if one in unsharded]
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
     checkpoint_activations(module, groups, sharding, device)
     values = None
     if sharding.param_init_fn is not None or sharding.sync_module_states:
-        values = FirstValues(module, device, sharding)
+        values = InitialValues(module, device, sharding)
     options: dict[str, Any] = {"mesh": mesh}
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(device))
@@ -150,7 +150,7 @@ def _shard_groups(
     for names in (*groups, ("",)):
         members = [module.get_submodule(name) for name in names]
         if values is not None:
-            values.settle(members, kept)
+            values.set_values(members, kept)
             kept = _parameters_in(whole)  # others now
         policy = MixedPrecisionPolicy() if names in in_full else mixed_precision_policy(sharding)
         if names != ("",) and (dtype := policy.param_dtype) is not None and policy.cast_forward_inputs:
@@ -190,8 +190,8 @@ def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> 
 
 def _parameters_in(slots: Iterable[tuple[nn.Module, str]]) -> set[nn.Parameter]:
     """Return the parameters that modules hold under these names now."""
-    found = (module._parameters[name] for module, name in slots)
-    return {one for one in found if one is not None and not isinstance(one, DTensor)}
+    parameters = (module._parameters[name] for module, name in slots)
+    return {one for one in parameters if one is not None and not isinstance(one, DTensor)}
 
 
 def _keep_full_precision(module: nn.Module) -> None:

@@ -1,7 +1,15 @@
 """`AsyncSaver`: saves that are written in the background, while training continues.
 
 Note [Background]: training stops only while each rank copies its shards to host memory. A thread on each rank writes
-the copies, and communicates over a gloo group of its own: messages of two threads in one group would be mixed up.
+the copies, and communicates over a group of its own: messages of two threads in one group would be mixed up. It is of
+gloo, also where training uses NCCL: the copies are in host memory, and torch calls it unsafe to use several groups of
+NCCL at once.
+
+Note [Owners]: what each thread uses.
+    The caller's thread runs the collectives of the training group (`begin_save`, `agreeing`), and is the only one that
+    reads the module's shards. `prepare` starts a thread that allocates the buffers of `HostMemory`; `save` joins it
+    before it copies into them. The writing thread reads these buffers until it ends: the next save waits for it
+    (`wait`) before anything else, as its copies overwrite them. It uses the module for its configuration alone.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import agreeing, device_module, is_accelerator, nobody_connects_later, using_group
+from raysharding.distributed.comm import agreeing, closed_listeners, device_module, is_accelerator, using_group
 from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.save import (
@@ -77,7 +85,7 @@ class AsyncSaver:
         Memory: a copy of this rank's shards in host memory, which is reused by the next save.
 
         Args:
-            module: See `save_checkpoint`, also for the other arguments.
+            module: The sharded module.
             destination: Destination of the save.
             optimizer: Optimizer whose state is saved, too.
             position: Position of a run over data.
@@ -90,10 +98,10 @@ class AsyncSaver:
             CheckpointError: On every rank, if the destination is refused, or a rank has no memory for its copy.
             PlanError: On every rank, as from `save_checkpoint`.
         """
-        self.settle()
+        self.wait()
         save = begin_save(module, destination, optimizer, position, stall_s)
         try:
-            group = self._own_group(stall_s)
+            group = self._own_group(stall_s)  # on this thread: where it is made now, that is a collective
             if self._preparing is not None:
                 self._preparing.join()  # it allocates memory, and does not wait for other ranks
             # Memory may be short on one rank alone: the threads of the others would wait for its messages.
@@ -102,6 +110,8 @@ class AsyncSaver:
         except BaseException as error:
             save.discard(error)
             raise
+        # The copies are in host memory, so their messages are gloo's. The thread reads neither shards nor optimizer
+        # state, which training changes meanwhile.
         copy = replace(save, contents=contents, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)
@@ -130,9 +140,9 @@ class AsyncSaver:
         twice as long.
 
         Args:
-            module: See `save`.
-            optimizer: See `save`; after its first step, which makes its state.
-            stall_s: See `save`.
+            module: The sharded module.
+            optimizer: Optimizer whose state is saved, after its first step, which makes the state.
+            stall_s: Longest wait for one round of messages, in seconds.
         """
         if self._preparing is not None or self._saves:
             return
@@ -161,9 +171,10 @@ class AsyncSaver:
     def _own_group(self, stall_s: float) -> dist.ProcessGroup:
         """Return the gloo group of the writing threads; collective if it must be made."""
         if self._group is None:
-            with nobody_connects_later():
+            with closed_listeners():
                 timeout = timedelta(seconds=stall_s)
-                self._group = dist.new_group(backend="gloo", timeout=timeout)  # all ranks: of a `ShardedModelGroup`
+                # All ranks make this call: those of a `ShardedModelGroup`, the only user of this class.
+                self._group = dist.new_group(backend="gloo", timeout=timeout)  # all ranks
         return self._group
 
     @property
@@ -176,8 +187,8 @@ class AsyncSaver:
         """Return the status of a save; `None` if there is no such save. Thread-safe."""
         return self._saves.get(number)
 
-    def settle(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
-        """Wait for the end of the running save, which has its own deadlines; see `status` for the outcome.
+    def wait(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
+        """Wait for the end of the running save, which has its own deadlines; `status` has the outcome.
 
         Args:
             on_wait: Called repeatedly during the wait.
@@ -200,13 +211,14 @@ def _run(save: Save, entry: BackgroundSave, group: dist.ProcessGroup) -> None:
         _drop_frames(error)
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")
         entry.error = error
-    entry.is_done = True
+    entry.is_done = True  # last: a thread that reads True reads the outcome, too
 
 
 def _drop_frames(error: BaseException | None) -> None:
     """Drop the frames of an error and of what led to it: they keep the process group alive, and its connections open.
 
-    After the group is destroyed, a thread of another rank that waits for this rank would wait on.
+    gloo closes them when the last reference is gone. Until then, also after `destroy_process_group`, a thread of
+    another rank that waits for this rank would wait on.
     """
     while error is not None:
         error.__traceback__ = None

@@ -70,12 +70,12 @@ def _plan_files(
     )
     files = (file_name,) if file_name is not None else file_names(len(names), token * is_remote(directory))
     if is_remote(directory):
-        names = tuple(tuple(file_order(_as_sources_lie(one, layout), lambda key: layout[key].dtype)) for one in names)
+        names = tuple(tuple(file_order(_in_source_order(one, layout), lambda key: layout[key].dtype)) for one in names)
     sources = tuple(tuple(dict.fromkeys(run.source for key in one for run in layout[key].runs)) for one in names)
     return FilePlan(names, sources, files, tuple(able[index % len(able)] for index in range(len(names))))
 
 
-def _as_sources_lie(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> list[str]:
+def _in_source_order(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> list[str]:
     """Return keys in the order in which their tensors arrive: earlier tensors would wait in memory."""
     sources = dict.fromkeys(run.source for key in names for run in layout[key].runs)
     place = {source: index for index, source in enumerate(sources)}
@@ -190,7 +190,7 @@ class _Writers:
         self._open_files = open_files
         self._rank = get_rank()
         self._files: dict[int, FileWriter] = {}
-        self._guests: dict[int, FileWriter] = {}
+        self._joined_files: dict[int, FileWriter] = {}
         self._file_of: dict[str, FileWriter] = {}
         self._runs = RunIndex()
         try:
@@ -230,17 +230,17 @@ class _Writers:
             if rank == self._rank or one["host"] != made[self._rank]["host"] or not one["inodes"]:
                 continue
             try:
-                guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
+                opened = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
             except CheckpointError:
                 continue  # not visible: this rank sends, as from another host
-            if all(list(guest.inode) == one["inodes"][str(index)] for index, guest in guests.items()):
-                self._guests.update(guests)
+            if all(list(writer.inode) == one["inodes"][str(index)] for index, writer in opened.items()):
+                self._joined_files.update(opened)
                 joined.append(rank)
         return joined
 
     def for_others(self) -> dict[str, Any]:
         """Return file number → checksums of what this rank wrote into files of other ranks."""
-        return {str(index): guest.checksums.pieces() for index, guest in self._guests.items()}
+        return {str(index): writer.checksums.pieces() for index, writer in self._joined_files.items()}
 
     def merge(self, others: Sequence[Mapping[str, Any]]) -> None:
         """Add what other ranks wrote into this rank's files."""
@@ -254,7 +254,7 @@ class _Writers:
         if self.error is None:
             try:
                 self._write(name, first, values)
-            except Exception as error:  # noqa: BLE001 - see the class
+            except Exception as error:  # noqa: BLE001 - raised here, it would leave other ranks waiting in the gather
                 self.error = error
 
     def _write(self, source: str, first: int, values: torch.Tensor) -> None:
@@ -265,9 +265,9 @@ class _Writers:
     def close(self) -> Exception | None:
         """Sync and close all files, and fill `written`; return the first error."""
         try:
-            for writer in (*self._guests.values(), *self._files.values()):
+            for writer in (*self._joined_files.values(), *self._files.values()):
                 writer.close()
             self.written = Manifest.of_files(self._files.values()).as_dict()
-        except Exception as error:  # noqa: BLE001 - see the class
+        except Exception as error:  # noqa: BLE001 - the ranks exchange it
             return error
         return None

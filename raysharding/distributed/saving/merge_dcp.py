@@ -148,7 +148,7 @@ def merge_checkpoint(
 
 
 def _silent(done: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Do nothing; the default for `progress`."""
 
 
 def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> MergeReport | None:

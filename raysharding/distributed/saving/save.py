@@ -38,8 +38,8 @@ from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
     over_ranks_of,
-    parameters_left_alone,
     reshard,
+    unaveraged_parameters,
     unwrapped,
     warn_once,
     with_layout,
@@ -47,7 +47,7 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.optim import agreed_snapshot
 from raysharding.distributed.saving.file_writers import Written, write_tensors
-from raysharding.distributed.saving.optimizer_files import write_optimizer
+from raysharding.distributed.saving.optimizer_state import write_optimizer
 from raysharding.distributed.saving.training_state import training_state, write_training
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
@@ -118,7 +118,7 @@ class SaveContents:
     state: Mapping[str, torch.Tensor]
     """`FQN/name` → tensor of the optimizer's state; empty without an optimizer."""
     outline: Mapping[str, Any] | None
-    """Outline of the optimizer; `None` without an optimizer."""
+    """The optimizer's snapshot without its tensors, as JSON; `None` without an optimizer."""
     training: Mapping[str, Any] | None
     """Position and random generators; `None` without an optimizer."""
 
@@ -141,7 +141,7 @@ class SaveContents:
                 f"a save with dtype={dtype} would continue from rounded weights: leave the optimizer's state out "
                 "(optimizer=False of group.save), and save what training continues from without dtype"
             )
-        if alone := parameters_left_alone(module):
+        if alone := unaveraged_parameters(module):
             warn_once(
                 f"{len(alone)} parameters are each rank's own (average_ignored_gradients=False): rank 0's are saved"
             )
@@ -224,7 +224,8 @@ class HostMemory:
         copied = {name: self._copy((kind, name), tensor) for name, tensor in tensors.items()}
         for device in {local_tensor(tensor).device for tensor in tensors.values()}:
             if is_accelerator(device):
-                # The copies are asynchronous, and the shards may change after this returns.
+                # Copies into pinned memory are asynchronous. Later kernels of this stream, such as an optimizer step,
+                # come after them in any case; the thread that reads the copies on the host is ordered by nothing else.
                 device_module(device).current_stream(device).synchronize()
         return copied
 
@@ -370,7 +371,7 @@ class Save:
     """Time of the call, by `time.perf_counter`."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
-        """Write and commit; collective. See `save_checkpoint`."""
+        """Write and commit; collective. Raises as `save_checkpoint`."""
         peak = MemoryPeak(self.device)
         contents, total = self.contents, self.contents.num_bytes
 
@@ -381,6 +382,8 @@ class Save:
         try:
             options = (self.staging, self.device, self.stall_s, on_round)
             files = (contents.layout, contents.file_name, self.destination.token)
+            # Each line ends in an exchange of errors: rank 0 goes on only after all ranks have closed and synced their
+            # files, and an error is raised on every rank, so that rank 0 removes what is there.
             written = write_tensors(contents.tensors, *options, *files)
             self._write_state(on_round)
             from_rank_0(partial(self._finish, written))
@@ -450,7 +453,7 @@ def begin_save(
     position: Position | None,
     stall_s: float,
 ) -> Save:
-    """Collect the contents of a save, and make the temporary directory; collective. See `save_checkpoint`."""
+    """Collect the contents of a save, and make the temporary directory; collective. Raises as `save_checkpoint`."""
     begun = perf_counter()
     module = unwrapped(module)
     reshard(module)

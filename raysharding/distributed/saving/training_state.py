@@ -33,7 +33,7 @@ from raysharding.distributed.comm import (
     get_rank,
     get_world_size,
 )
-from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json
+from raysharding.distributed.saving.optimizer_state import FORMAT_VERSION, beside, read_own_json
 from raysharding.errors import CheckpointError
 
 
@@ -119,10 +119,10 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     Raises:
         CheckpointError: On every rank, if the file is unreadable, or has another format than `write_training` writes.
     """
-    found = from_rank_0(partial(_read, checkpoint))
-    if found is None:
+    fields = from_rank_0(partial(_read, checkpoint))
+    if fields is None:
         return None
-    states, rank = found["random"], get_rank()
+    states, rank = fields["random"], get_rank()
     # Otherwise the other ranks would go on without a rank whose state is damaged.
     with agreeing():
         try:
@@ -134,7 +134,7 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
             path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
             what = f"holds no state of random generators that torch takes ({error!r})"
             raise CheckpointError(what, path=path) from error
-    return None if found["position"] is None else Position.from_dict(found["position"])
+    return None if fields["position"] is None else Position.from_dict(fields["position"])
 
 
 def position_of(checkpoint: str | os.PathLike[str]) -> Position | None:
@@ -143,8 +143,8 @@ def position_of(checkpoint: str | os.PathLike[str]) -> Position | None:
     Raises:
         CheckpointError: The file is unreadable, or has another format than `write_training` writes.
     """
-    found = _read(checkpoint)
-    position = None if found is None else found["position"]
+    fields = _read(checkpoint)
+    position = None if fields is None else fields["position"]
     return None if position is None else Position.from_dict(position)
 
 

@@ -37,7 +37,7 @@ from raysharding.distributed.fully_shard import TensorLayout
 from raysharding.units import MIB
 
 BUCKET_BYTES = 32 * MIB
-"""Default size of a bucket; see the note above."""
+"""Default size of a bucket; the note above has the measurements."""
 STRAIGHT_BYTES = 64 * MIB
 """Default size of a rank's part of a bucket that is read directly into its shard, without a buffer."""
 ALIGNMENT_BYTES = 16

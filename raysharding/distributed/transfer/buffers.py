@@ -25,9 +25,9 @@ class SlotBytes(NamedTuple):
     """Bytes of one buffer of a rank."""
 
     host: int
-    """What is read into the buffer."""
+    """Size of `Slot.host`, which is read into."""
     wire: int
-    """What is sent, received or converted there."""
+    """Size of `Slot.wire`, whose bytes are sent, received or converted."""
 
 
 @dataclass

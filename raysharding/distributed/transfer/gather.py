@@ -210,7 +210,8 @@ class Gather:
                 continue
             if rank == sender:
                 pieces = self._pieces(destination, section)
-                staged += pieces  # must live until the round's wait
+                # Until the round's wait: then the current stream is behind the messages, and may reuse the memory.
+                staged += pieces
                 ops += [dist.P2POp(dist.isend, piece, group=group, group_peer=destination) for piece in pieces]
                 self.wire_bytes += section.num_bytes
             elif rank == destination:
@@ -312,7 +313,7 @@ def gather_tensors(
         tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
             rank.
         ranks: Ranks that get the tensors.
-        device: Device of the messages, see `message_device`.
+        device: Device of the messages, as `message_device` returns it.
         bucket_bytes: Bytes in flight in one round, over all ranks.
         timeout_s: Longest wait for one round of messages, in seconds.
 
@@ -346,7 +347,8 @@ def gather_into(
 
     Args:
         full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
-        tensors: See `gather_tensors`, also for the other arguments.
+        tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
+            rank.
         ranks: Ranks that get the tensors.
         device: Device of the messages.
         bucket_bytes: Bytes in flight in one round, over all ranks.

@@ -7,7 +7,7 @@ Note: which ranks share.
     simulated by network namespaces count as different hosts. The buffers are followed by counters of progress.
 
 `Counters` replace messages of one byte: a message between two ranks wakes two threads on each side, a futex wakes only
-the waiting thread. Linux, see futex(2).
+the waiting thread (futex(2), on Linux).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WAIT, _WAKE = 0, 1
 WORD_BYTES = 4
 """Bytes of a counter."""
 _STOPPED = 0xFFFFFFFF
-"""Value of a counter whose process goes no further."""
+"""Value of the counters of a process that has stopped."""
 _SLICE_S = 1.0
 """Seconds between checks of a waiting process that the other process is alive."""
 
@@ -206,7 +206,7 @@ def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int, mmap.mmap] 
 
     Args:
         data_bytes: Bytes at the start.
-        num_counters: Number of counters after them, see `counters_in`.
+        num_counters: Number of counters after them, at the start of a page.
     """
     if not has_futex():
         return None

@@ -134,7 +134,7 @@ class Request(NamedTuple):
         return self._replace(start=start, stop=stop, memory=self.memory[first:last])
 
 
-class _Piece(NamedTuple):
+class _FilePiece(NamedTuple):
     """A part of a request that one job reads."""
 
     file: int
@@ -245,13 +245,13 @@ class CheckpointSource(TensorSource):
 
     @property
     def num_bytes_read(self) -> int:
-        """See `TensorSource`."""
+        """Bytes read so far, over all threads."""
         return self.reader.num_bytes_read
 
     def _part_jobs(self, parts: Sequence[_Part], filled: Callable[[Sequence[Request]], None]) -> list[Job]:
         """Return jobs for the parts, adjacent ones of a file together."""
         pieces = sorted((piece for extent, part in parts for piece in self._pieces(extent, part)), key=_position)
-        jobs: list[list[Sequence[_Piece]]] = []
+        jobs: list[list[Sequence[_FilePiece]]] = []
         num_bytes = 0
         for found in self._ranges(pieces):
             file = found[0].file
@@ -262,14 +262,14 @@ class CheckpointSource(TensorSource):
             num_bytes += sum(piece.num_bytes for piece in found)
         return [partial(self._read_ranges, job, filled) for job in jobs]
 
-    def _pieces(self, extent: Extent, part: Request) -> Iterator[_Piece]:
+    def _pieces(self, extent: Extent, part: Request) -> Iterator[_FilePiece]:
         size = extent.dtype.itemsize
         step = part.stop - part.start if self._remote[extent.file] else (self.piece_bytes or PIECE_BYTES) // size
         for start in range(part.start, part.stop, step):
             own = part.part(start, min(start + step, part.stop))
-            yield _Piece(extent.file, extent.offset + (start - extent.start) * size, own, extent)
+            yield _FilePiece(extent.file, extent.offset + (start - extent.start) * size, own, extent)
 
-    def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    def _ranges(self, pieces: Sequence[_FilePiece]) -> Iterator[Sequence[_FilePiece]]:
         """Yield pieces that are close in a file, each time of up to `JOB_BYTES`."""
         first = 0
         while first < len(pieces):
@@ -289,7 +289,7 @@ class CheckpointSource(TensorSource):
             yield pieces[first:last]
             first = last
 
-    def _read_ranges(self, ranges: Sequence[Sequence[_Piece]], filled: Callable[[Sequence[Request]], None]) -> None:
+    def _read_ranges(self, ranges: Sequence[Sequence[_FilePiece]], filled: Callable[[Sequence[Request]], None]) -> None:
         """Read some ranges of one file."""
         plain = [pieces for pieces in ranges if not pieces[0].narrows]
         if plain:
@@ -302,7 +302,7 @@ class CheckpointSource(TensorSource):
                 self._read_narrowing(pieces[0])
         filled([piece.part for piece in chain.from_iterable(ranges)])
 
-    def _read_narrowing(self, piece: _Piece) -> None:
+    def _read_narrowing(self, piece: _FilePiece) -> None:
         """Read elements that are wider in the file than on the wire."""
         extent, out = piece.extent, torch.frombuffer(piece.part.memory, dtype=piece.part.dtype)
         step = (JOB_BYTES if self._remote[piece.file] else SCRATCH_BYTES) // extent.dtype.itemsize
@@ -322,7 +322,7 @@ class CheckpointSource(TensorSource):
         return value
 
 
-def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
+def _views(pieces: Sequence[_FilePiece]) -> list[memoryview]:
     """Return the memory of pieces that are close in a file, and scratch memory for the gaps."""
     views: list[memoryview] = []
     end = pieces[0].offset

@@ -7,6 +7,24 @@ Note: no thread waits for another.
     A bucket is read in jobs of a few MiB. The thread that has read a job copies it to the device, or converts it into
     the shard, and takes the next one, which may be of the next bucket: threads wait only where both buffers are in use.
     The copies of all threads go through one stream, so that one event tells when a buffer was copied.
+
+Note: what orders the use of a buffer.
+    Buckets k and k + 2 use the same `Slot`. The semaphore `_free` keeps reads of bucket k + 2 out of it until `release`
+    of bucket k, behind the waits for its messages. On the CPU that is all. On an accelerator the host runs ahead of two
+    streams: the copy stream of `ReadAhead`, and the current stream of the thread of `BucketStream`, on which copies
+    into shards are queued and behind which NCCL's messages start. Two events order these:
+
+    `Slot.copied` is recorded on the copy stream by the thread that ends the last job of a bucket: by then all threads
+    have queued their copies. The current stream waits for it before the messages of bucket k (`next`); the host waits
+    for it before the reads of bucket k + 2, which overwrite the pinned memory (`_wait_for_copies`).
+
+    `Slot.sent` is recorded on the current stream behind the messages of bucket k and its copies into shards
+    (`release`). The copy stream waits for it before the copies of bucket k + 2, which overwrite `Slot.wire`.
+
+    A rank that does not read needs neither: the current stream alone orders its messages and its copies into shards.
+    No tensor is recorded on the copy stream (`Tensor.record_stream`): `ReadAhead` holds ring and shards, and its
+    `__exit__` waits for the stream (for a few seconds, after an error), so that the allocator gets no block back which
+    a copy still uses.
 """
 
 from __future__ import annotations
@@ -69,10 +87,11 @@ class ReadAhead:
 
     def __post_init__(self) -> None:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
+        # `copied` of the buckets that were taken last; in the slots may already be those of later buckets.
         self._copied: deque[torch.Event] = deque(maxlen=len(self.slots))
-        self._free = threading.Semaphore(len(self.slots))
+        self._free = threading.Semaphore(len(self.slots))  # buffers that may be read into
         self._filled = [threading.Event() for _ in self.slots]
-        self._num_left = [0 for _ in self.slots]
+        self._num_left = [0 for _ in self.slots]  # jobs of the buffer's bucket that have not ended, under `_lock`
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
         self._stopped = False
@@ -93,10 +112,10 @@ class ReadAhead:
 
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._stopped = True
-        self._free.release()
+        self._free.release()  # the offering thread may wait for a buffer; it looks at `_stopped` next
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
         until = monotonic() + _END_S
-        self._thread.join(_END_S)
+        self._thread.join(_END_S)  # first, so that it offers no job behind the readers' ends
         for _ in (*self._readers, self._thread):
             self._jobs.put(None)
         for thread in self._readers:
@@ -117,7 +136,9 @@ class ReadAhead:
             TimeoutError: Nothing was read for `timeout_s`, or other ranks did not take earlier buckets.
         """
         if len(self._copied) == len(self.slots):
-            # The thread fills this buffer once the last copy has left it, which waits for messages to other ranks.
+            # The bucket before in this slot. Its copy waits for `Slot.sent`, and so for other ranks; the offering
+            # thread waits for the copy, without a deadline. Waited for here, too, a hang of another rank is not
+            # reported as that of the disk.
             wait_for_event(self._copied[0], timeout_s)
         self._wait(timeout_s, reading)
         copied = self.slots[self._taken % len(self.slots)].copied
@@ -141,7 +162,7 @@ class ReadAhead:
     def release(self, index: int) -> None:
         """Release the buffer of bucket `index`, which was sent and placed."""
         if self._stream is not None:
-            # On NCCL a completed wait means stream-ordered, not done: the copy of the next bucket waits for this event.
+            # `Work.wait` of NCCL lets the current stream wait, not the host: this event comes after the messages.
             slot = self.slots[index % len(self.slots)]
             slot.sent = device_module(self.device).Event()
             slot.sent.record()
@@ -194,14 +215,15 @@ class ReadAhead:
             if is_last:
                 with self._catching():
                     self._record(self.slots[index % len(self.slots)])
+                # After the event is in the slot, where `next` reads it; after an error, too: the bucket is sent unread.
                 self._filled[index % len(self.slots)].set()
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
-        """Keep the first error for the streaming thread, which tells every rank."""
+        """Keep the first error for the streaming thread, which exchanges it with the other ranks."""
         try:
             yield
-        except Exception as raised:  # noqa: BLE001 - see above
+        except Exception as raised:  # noqa: BLE001 - a thread that ended would leave buckets unfilled
             self.error = self.error or raised
 
     def _record(self, slot: Slot) -> None:
@@ -306,7 +328,7 @@ class BucketStream:
                 break
         flag.close()
         if is_accelerator(self.device):
-            # The host reads offloaded shards next.
+            # Copies from `wire` into offloaded shards are asynchronous, and the host reads these shards next.
             wait_for_event(device_module(self.device).current_stream(self.device).record_event(), self.timeout_s)
         return error
 
@@ -319,6 +341,7 @@ class BucketStream:
         return transfer
 
     def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
+        # Every rank makes all calls of the transport, after an error, too: each message has a counterpart elsewhere.
         with self._sending():
             self.transport.arrive(transfer)
         if ahead is not None:

@@ -124,8 +124,7 @@ def connect_ranks(flag: torch.Tensor) -> None:
     """Let all ranks take part in one operation, before messages between some of them; collective on accelerators.
 
     NCCL connects the ranks of a group in its first operation, unless the group is bound to a device. If that is a batch
-    of messages in which some ranks have no part, the result is undefined: see the note on `batch_isend_irecv` in
-    torch's documentation.
+    of messages in which some ranks have no part, the result is undefined, says torch's page on `batch_isend_irecv`.
 
     Args:
         flag: One element on the device of the messages; all ranks have it, or the others would wait for one.

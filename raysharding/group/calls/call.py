@@ -85,7 +85,7 @@ class Call(Generic[T]):
         self.num_bytes = 0
         """Bytes of its arguments."""
         self.deadline_s = math.inf
-        """Its deadline, in seconds."""
+        """Deadline of the call, in seconds."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[T] = []
@@ -125,7 +125,7 @@ class Call(Generic[T]):
 
         Raises:
             TimeoutError: `timeout_s` passed; the call still runs.
-            GroupError: Ranks failed; see the class. Or a callback of `when_done` requests it while the call runs.
+            GroupError: Ranks failed; `failures` says how. Or a callback of `when_done` requests it while the call runs.
             CallCancelledError: Ctrl-C or `group.interrupt()` removed the call from the queue.
             KeyboardInterrupt: Ctrl-C, in the main thread, once the running call has ended: the calls behind it are
                 cancelled, and the group is READY. A second Ctrl-C during that wait stops the ranks: the group is
@@ -291,7 +291,7 @@ class Call(Generic[T]):
             raise GroupError(f"{what}: {type(error).__name__}: {error}; {cure}") from error
 
     def values(self) -> list[Any]:
-        """Fetch the values of all ranks, by rank, once the call has ended; see `value`."""
+        """Fetch the values of all ranks, by rank, once the call has ended. Raises as `value`."""
         return [self.value(rank) for rank in range(self._world_size)]
 
     def sent(self) -> Sequence[Sent]:

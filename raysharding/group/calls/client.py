@@ -141,7 +141,7 @@ class Client:
         if not is_last:
             self._refuse()
         if keep_step is not None:
-            options |= {"takes_steps": True, "hands_on_steps": True}
+            options |= {"takes_steps": True, "waits_for_driver": True}
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
         call = self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options)
         if keep_step is not None:
@@ -161,24 +161,24 @@ class Client:
         """
         return self._submit(method, tuple(pack_same(method, *one) for one in args), None, deadline_s, collect, {})
 
-    def take_claim(self, what: str, key: str) -> None:
-        """Take a claim; `what` is its kind.
+    def take_lock(self, what: str, key: str) -> None:
+        """Take the lock on the group's model; `what` is its kind.
 
         Raises:
             GroupError: Another one is held, or, once, another driver has restarted the group.
         """
         here = self.connection
-        outcome: Outcome = here.ask("take_claim", here.key, what, key, here.generation)
+        outcome: Outcome = here.ask("take_lock", here.key, what, key, here.generation)
         here.generation = outcome.generation or here.generation
         if outcome.error is not None:
             raise outcome.error
 
-    def release_claim(self, key: str) -> None:
-        """End a claim. Waits for the controller's answer: Ray may bring it what this driver sends next before this."""
-        # A controller that is gone holds no claim, and one that a signal has stopped would keep this waiting.
+    def release_lock(self, key: str) -> None:
+        """Release the lock. Waits for the answer: Ray may bring the controller this driver's next message before it."""
+        # A controller that is gone holds no lock, and one that a signal has stopped would keep this waiting.
         if self.connection.is_connected() and self.connection.snapshot.state is not GroupState.CLOSED:
             with suppress(GroupError):
-                self.connection.finish(self.connection.controller.release_claim.remote(key), within_s=_RELEASE_S)
+                self.connection.finish(self.connection.controller.release_lock.remote(key), within_s=_RELEASE_S)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
@@ -289,16 +289,17 @@ class Client:
     def submit_pair(
         self, other: Client, method: str, args: tuple[Any, Any], key: str, refused_beside: Mapping[str, str]
     ) -> tuple[Call, Call]:
-        """Submit a call of this group that runs together with one of another; see `controller/copy_pair.py`.
+        """Submit a call of this group that runs together with one of another.
 
-        Both groups have queued their part, or refused it, when this method returns.
+        Both groups have queued their part, or refused it, when this method returns. How their controllers let the parts
+        begin together: Note [Order of copies] in `controller/copy_pair.py`.
 
         Args:
             other: The other group.
             method: Name of the command.
             args: Its argument here and there, the same on every rank of a group.
             key: Identifies the pair.
-            refused_beside: See `Submission`; of the other group's part.
+            refused_beside: Kind of a lock → why the other group's part is refused beside it.
         """
         sides: list[tuple[Client, Any, Mapping[str, str]]] = [(self, args[0], {}), (other, args[1], refused_beside)]
         sides.sort(key=lambda side: actor_id(side[0].connection.controller))
@@ -334,7 +335,7 @@ class Client:
         return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
-        """Ask for one part of a call's result; see `RunningCall.item`."""
+        """Ask for one part of a call's result, which says that those before it have arrived."""
         self.connection.require_ray()
         future: concurrent.futures.Future[Item] = self.connection.controller.queue.remote(
             "item", self.connection.key, number, index

@@ -43,7 +43,7 @@ _STALL_S = 3.0
 
 @dataclass
 class Registration:
-    """What a controller knows a driver by. Another controller knows nothing of it: key and number change together."""
+    """Identity of a driver at one controller. Another controller has none of it: key and number change together."""
 
     key: str
     """Random; identifies the driver."""
@@ -74,9 +74,9 @@ class Connection:
         self.where = "?"
         """Node and process of the controller, for errors."""
         self.generation = ""
-        """The ranks that this driver knows of: by its first attach, its own restart, or an error; see `Snapshot`."""
+        """The ranks that this driver knows of: by its first attach, its own restart, or an error."""
         self.snapshot = Snapshot(-1, GroupState.STARTING, None, (), (), ())
-        """What this driver last heard of the group."""
+        """State of the group, as the controller last sent it."""
         self.thread = CallbackThread(f"calls of {name}", self._check)
         """Runs what this driver hears."""
         self.pending = PendingSaves(self._saved_bytes)
@@ -116,7 +116,7 @@ class Connection:
         return self.finish_attach(self.begin_attach(makes=makes), within_s=within_s)
 
     def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
-        """Ask the controller to add this driver; see `attach`. `finish_attach` returns what it answers."""
+        """Ask the controller to add this driver; `finish_attach` returns what it answers."""
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         registration = Registration(secrets.token_hex(8))
         owned = [self.controller.until_gone.remote(registration.key)]
@@ -126,7 +126,7 @@ class Connection:
         return attaching
 
     def finish_attach(self, attaching: ray.ObjectRef, *, within_s: float) -> Attached:
-        """Wait until this driver is connected; see `attach`."""
+        """Wait until this driver is connected. Raises as `attach`."""
         attached: Attached = self.finish(attaching, within_s=within_s)
         self.where = attached.where
         self.generation = self.generation or attached.snapshot.generation
@@ -167,7 +167,7 @@ class Connection:
             raise broken(self.name, cause)
 
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """Call a method of the controller and wait for its result; see `finish`."""
+        """Call a method of the controller and wait for its result. Raises as `finish`."""
         return self.finish(self.begin(method, *args), within_s=within_s)
 
     def begin(self, method: str, *args: Any) -> ray.ObjectRef:
@@ -209,7 +209,7 @@ class Connection:
         self.follow(call, own, ref)
 
     def follow(self, call: Call, own: Registration, ref: ray.ObjectRef) -> None:
-        """End a call with the outcome that a reference brings; see `send`."""
+        """End a call with the outcome that a reference brings."""
         with self.changed:
             self.calls[call] = None
             self.num_bytes += call.num_bytes

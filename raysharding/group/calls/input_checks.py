@@ -28,7 +28,7 @@ def model_batches(
     world_size: int,
     *,
     needs_loss: bool = False,
-    told: set[str],
+    warned: set[str],
 ) -> list[RankBatch]:
     """Distribute the arguments of a model, and refuse those that some ranks could not compute while others wait.
 
@@ -39,7 +39,7 @@ def model_batches(
         bounds: Input bounds of the group's model.
         world_size: Number of ranks.
         needs_loss: True if the model itself must compute a loss.
-        told: Warnings that the group has given, each of which it gives once.
+        warned: Warnings that the group has given, each of which it gives once.
 
     Raises:
         ValueError: The batch is not valid.
@@ -57,10 +57,10 @@ def model_batches(
     else:
         bounds = replace(bounds, num_classes=None)  # labels of a loss function, or of nothing
     check_batches(method, batches, bounds)
-    is_whole = batches[0].num_rows is None and "whole" not in told
+    is_whole = batches[0].num_rows is None and "whole" not in warned
     whole = whole_rows(args, kwargs, world_size, bounds.positions) if is_whole else None
     if whole is not None:
-        told.add("whole")
+        warned.add("whole")
         warn(
             f"{method}: every rank computes all of {whole}, because no argument is a Split: {method}(Split(batch)) "
             f"divides the rows among the {world_size} ranks, and Same(...) marks a value that is not to be divided"

@@ -1,4 +1,4 @@
-"""What ranks do, hold and have printed: `rank_statuses`, `read_log`."""
+"""Status and log of ranks: `rank_statuses`, `read_log`."""
 
 from __future__ import annotations
 

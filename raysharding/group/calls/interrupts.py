@@ -80,7 +80,7 @@ class MaskedInterrupts:
 
 
 class DeferredInterrupts(MaskedInterrupts):
-    """A context in which the main thread waits for a call of a group; see Note [Ctrl-C]."""
+    """A context in which the main thread waits for a call of a group, and Ctrl-C cancels the calls behind it."""
 
     def __init__(self, target: Interruptible) -> None:
         """Install nothing; `__enter__` does.

@@ -40,14 +40,14 @@ class LogLines:
         self.total = total
         self._title, self._unit = title, unit
         self._note = ""
-        self._first = self._told_n = done
-        self._begun = self._told = time.monotonic()
+        self._first = self._n_written = done
+        self._begun = self._written_at = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell(time.monotonic())
+        self._write(time.monotonic())
 
     def set_postfix_str(self, note: str, refresh: bool = False) -> None:
         """Set what the next line says beside the numbers."""
@@ -57,12 +57,12 @@ class LogLines:
         """Add to the number that is done; write a line if it is time."""
         self.n += number
         now = time.monotonic()
-        is_part = bool(self.total) and (self.n - self._told_n) * _PARTS >= (self.total or 0)
-        is_due = now - self._told >= (_PART_S if is_part else _LINE_S)
+        is_part = bool(self.total) and (self.n - self._n_written) * _PARTS >= (self.total or 0)
+        is_due = now - self._written_at >= (_PART_S if is_part else _LINE_S)
         if is_due and now - self._begun >= _LINE_S and self.n != self.total:
-            self._tell(now)
+            self._write(now)
 
-    def _tell(self, now: float) -> None:
+    def _write(self, now: float) -> None:
         seconds, done = now - self._begun, self.n - self._first
         is_bytes = self._unit == "B"
         show = format_bytes if is_bytes else "{:,}".format
@@ -78,7 +78,7 @@ class LogLines:
         tell(
             ", ".join(part for part in (f"{self._title}: {show(self.n)}{whole}", self._note, rate, took, left) if part)
         )
-        self._told, self._told_n = now, self.n
+        self._written_at, self._n_written = now, self.n
 
 
 ProgressBar: TypeAlias = "tqdm[NoReturn] | LogLines"
@@ -108,7 +108,7 @@ def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> No
         title: Label of the bar.
         num_bytes: Bytes in total, used until the ranks report their own total.
         option: A callable is called with the bytes done and the bytes in total, about five times a second and once at
-            the end. Else see `progress_bar`.
+            the end. Else as of `progress_bar`.
     """
     if callable(option):
         _watch(call, num_bytes, option)

@@ -1,4 +1,4 @@
-"""What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
+"""Ray and its nodes: connecting, capacities, placement, names, the GCS monitor, stack dumps."""
 
 from raysharding.group.cluster.connect import connect, join_announced, join_existing, own_node_id, refuse_in_fork
 from raysharding.group.cluster.display import (

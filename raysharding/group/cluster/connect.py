@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_in_fork(what: str) -> None:
-    """Raise in a forked child, where the operation would never end; see Note [Forks].
+    """Raise in a forked child, where the operation would never end (Note [Forks]).
 
     Args:
         what: The operation, for the error.
@@ -58,7 +58,7 @@ def connect(address: str | None = None) -> None:
 
     Raises:
         PlacementError: Nothing listens at the address that `ray.init()` would join.
-        GroupError: This is a forked child; see `refuse_in_fork`.
+        GroupError: This process was forked from one that was connected to Ray.
     """
     refuse_in_fork("connecting to Ray")
     if ray.is_initialized():

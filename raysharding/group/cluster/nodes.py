@@ -31,7 +31,7 @@ _NVIDIA_SMI_S = 10.0
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a process sees of its node; versions should agree between nodes."""
+    """Versions, interface and memory of a node, as a process there sees them; versions should agree between nodes."""
 
     node_ip: str
     """Address of the node, as Ray knows it."""

@@ -40,7 +40,7 @@ Resources = Mapping[str, float]
 NAMESPACE = "raysharding"
 _PLACE_S = 120.0
 _GROW_S = 900.0
-_TELL_S = 10.0
+_REPORT_S = 10.0
 _CANNOT_GROW = "Ray's autoscaler reports that no nodes that it may add make room for them"
 _SLICE_S = 1.0
 _PAUSE_S = 0.05
@@ -234,7 +234,7 @@ def wait_placed(
             against have, per node. The reservation stays.
         GroupError: The ranks are not wanted any more.
     """
-    told = begun = time.monotonic()
+    reported = begun = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
@@ -250,8 +250,8 @@ def wait_placed(
             if infeasible or place_s is not None or limit_s == _GROW_S or not may_grow():
                 raise _placement_error(reservation, limit_s, held, infeasible)
             limit_s = _GROW_S
-        if now - told >= _TELL_S:
-            told = now
+        if now - reported >= _REPORT_S:
+            reported = now
             _refresh_stale_nodes(reservation.need)
             if reservation.is_ours:  # by now a cluster that has just started says whether it grows
                 _refuse_infeasible(reservation, place_s)
@@ -381,7 +381,7 @@ def own_bundles(world_size: int, need: Resources) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What the nodes of the cluster have for ranks."""
+    """Free resources of the nodes, and the ranks that fit into them."""
 
     lines: Sequence[str]
     """A line for each node."""

@@ -154,8 +154,8 @@ def write_record(key: str, value: Any) -> None:
 
 def read_record(key: str) -> Any:
     """Return the value that `write_record` kept; `None` if there is none."""
-    found = _internal_kv_get(key, namespace=_KV_NAMESPACE)
-    return None if found is None else pickle.loads(found)
+    stored = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+    return None if stored is None else pickle.loads(stored)
 
 
 def delete_record(key: str) -> None:

@@ -15,7 +15,7 @@ from raysharding.report import Report, Table
 
 @dataclass(frozen=True, repr=False)
 class Picture(Report):
-    """What a screen shows."""
+    """Contents of a screen at one time."""
 
     title: str
     """First line, without its time."""

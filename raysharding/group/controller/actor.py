@@ -63,7 +63,7 @@ _ATTACH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a controller is told once, and again when Ray restarts it."""
+    """Arguments of a controller, which Ray gives it again when it restarts it."""
 
     title: str
     """The group's name in errors, logs and metrics."""
@@ -74,13 +74,13 @@ class Identity:
     origin: str
     """Files that the group is made from."""
     lease_s: float | None
-    """See `Timeouts`."""
+    """Seconds without a poll of any driver after which the group ends; `None`: it never does for that."""
     drain_s: float
-    """See `Timeouts`."""
+    """Seconds for ranks to finish after another rank failed; then they are stopped."""
 
 
 class GroupController:
-    """See the module. "Driver" in arguments: the key of a driver that has called `attach`."""
+    """The actor. "Driver" in arguments: the key of a driver that has called `attach`."""
 
     def __init__(self, identity: Identity) -> None:
         """Begin as STARTING, or as BROKEN in a process that replaces one that has died.
@@ -104,6 +104,8 @@ class GroupController:
         self._queue = CallQueue(identity.title, self._drivers, self._status, self._run)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
+        # `_resets_next`: some ranks have reset their modules after the last call and others have not; the next call
+        # resets all, or their collectives would differ.
         self._is_open = self._was_attached = self._resets_next = False
         self._notes: list[tuple[int, str]] = []
         self._version = self._num_commands = self._num_notes = 0
@@ -196,7 +198,7 @@ class GroupController:
 
         Args:
             spec: The `GroupSpec`.
-            loaded: What the load has found.
+            loaded: The packed `Loaded`, reports and facts of the group.
             reloaded: Path or URI of the files that a restart has loaded, if not those of before.
         """
         ranks = self._ranks
@@ -249,12 +251,12 @@ class GroupController:
             what = f"{self._identity.title} was stopped by {reason} ({self._doing()})"
             self._break(GroupError(f"{what} at {self._drivers[driver].label}"))
 
-    async def begin_restart(self, driver: str, claim: tuple[str, str] | None) -> FilesRecord:
+    async def begin_restart(self, driver: str, lock: tuple[str, str] | None) -> FilesRecord:
         """Stop what is left of the ranks, and let a driver make the group again.
 
         Args:
             driver: The driver.
-            claim: Kind and key of the claim of its run, which a controller in place of one that died does not know.
+            lock: Kind and key of its run's lock, which a controller in place of one that died does not know.
 
         Raises:
             GroupBrokenError: The group is shut down, or another driver makes it.
@@ -265,7 +267,7 @@ class GroupController:
             raise refused
         if self._status.is_usable:
             self._break(GroupError(f"{self._identity.title}: is being restarted"))
-        if claim is not None and (refused := self._drivers.take_claim(known, *claim)) is not None:
+        if lock is not None and (refused := self._drivers.take_lock(known, *lock)) is not None:
             raise refused
         self._status.restart(driver, known.label, was_broken=is_broken)
         self._bump()
@@ -273,9 +275,9 @@ class GroupController:
             await self._ranks.stop()
         return self._record.files
 
-    async def settled(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
-        """Note how saves ended whose ranks are gone; see `Record.settled`."""
-        await self._record.settled(tokens, committed)
+    async def saves_ended(self, tokens: Sequence[str], committed: Sequence[str]) -> FilesRecord:
+        """Note how saves ended whose ranks are gone: `committed` of `tokens` are complete."""
+        await self._record.saves_ended(tokens, committed)
         self._bump()
         return self._record.files
 
@@ -284,27 +286,28 @@ class GroupController:
         if self._status.state is GroupState.STARTING and self._status.maker == driver:
             self._break(error)
 
-    async def take_claim(self, driver: str, what: str, key: str, generation: str) -> Outcome:
-        """Give a driver a claim, or return why it cannot have it; see `Drivers.take_claim`.
+    async def take_lock(self, driver: str, what: str, key: str, generation: str) -> Outcome:
+        """Give a driver the lock on the model, or return why it cannot have it.
 
         Args:
             driver: The driver.
-            what: Kind of the claim.
-            key: Key of the claim.
-            generation: See `Submission`. A `predict` changes nothing.
+            what: Kind of the lock.
+            key: Key of the lock.
+            generation: `Snapshot.generation` as the driver knows it; only of a `fit`, since a `predict` changes
+            nothing.
         """
         if what == "fit" and generation != self._status.generation:
             return self._status.restarted()
-        return Outcome(error=self._drivers.take_claim(self._drivers[driver], what, key))
+        return Outcome(error=self._drivers.take_lock(self._drivers[driver], what, key))
 
-    async def release_claim(self, key: str) -> None:
-        """End a claim."""
-        self._drivers.release_claim(key)
+    async def release_lock(self, key: str) -> None:
+        """Release the lock, if it has this key."""
+        self._drivers.release_lock(key)
 
     async def probe(
         self, method: str, args: Sequence[Any], within_s: float, ranks: Sequence[int] | None = None
     ) -> ProbeReplies:
-        """Call a control method on ranks; see `Ranks.ask`."""
+        """Call a control method on ranks, also while they run a command; all replies together take `within_s`."""
         if self._ranks is None:
             return ProbeReplies({}, {})
         return await self._ranks.ask(method, *args, within_s=within_s, ranks=ranks)
@@ -404,7 +407,7 @@ class GroupController:
         call.end(replace(verdict.outcome, snapshot=self._snapshot()) if changed else verdict.outcome)
 
     async def _on_committed(self, save: BegunSave) -> None:
-        await self._record.settled([save.token], [save.token])
+        await self._record.saves_ended([save.token], [save.token])
         self._bump()
 
     def _on_death(self, ranks: Ranks, rank: int, error: BaseException) -> None:
@@ -492,13 +495,13 @@ class GroupController:
         return "idle" if current is None else f"in {current.submission.method}"
 
     def _note(self, line: str) -> None:
-        """Tell all drivers a line for people."""
+        """Send all drivers a line, which they print."""
         self._num_notes += 1
         self._notes = [*self._notes[1 - _NUM_NOTES :], (self._num_notes, line)]
         self._bump()
 
     def _bump(self) -> None:
-        """Tell the drivers that something has changed."""
+        """Wake the drivers' polls: the snapshot has changed."""
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -511,7 +514,7 @@ class GroupController:
             state=GroupState.READY if state is GroupState.BUSY else state,
             cause=self._status.cause,
             ranks=() if ranks is None else ranks.infos,
-            log_paths=() if ranks is None else tuple(one.found.log_paths for one in ranks.members),
+            log_paths=() if ranks is None else tuple(one.actor_info.log_paths for one in ranks.members),
             saves=self._record.files.saves,
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),

@@ -1,4 +1,4 @@
-"""`Drivers`: the drivers that use a group, each with its calls in its own order, and the claims that they hold."""
+"""`Drivers`: the drivers that use a group, each with its calls in its own order, and the lock on the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysharding.group.messages import Submission
 _TICKS = 20  # looks per lease time
 _MAX_TICK_S = 1.0
 ACCUMULATION: Final = "forward_backward"
-"""Kind of the claim of a driver whose `forward_backward` has left gradients for the next update."""
+"""Kind of the lock that a driver holds whose `forward_backward` has left gradients for the next update."""
 _CURES: Final = {ACCUMULATION: "optim_step or zero_grad ends it"}
 
 
@@ -33,8 +33,8 @@ class Driver:
     """Number of its next call."""
     early: dict[int, asyncio.Event] = field(default_factory=dict)
     """Number → set when it is the turn of a call that arrived before those in front of it: Ray keeps no order."""
-    lost: str = ""
-    """What has dropped the gradients of its accumulation, if it has not been told."""
+    dropped_by: str = ""
+    """The call that has dropped the gradients of its accumulation, until an error says so; else empty."""
 
     def wake(self) -> None:
         """End the waits of its calls that arrived early."""
@@ -43,7 +43,7 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ModelLock:
     """The right of one driver's `fit`, `predict` or accumulation to be the only one that changes the model."""
 
     driver: Driver
@@ -64,7 +64,8 @@ class Drivers:
             name: Name of the group in errors.
             on_lost: Called when a driver's process has ended, or it has detached.
         """
-        self.claim: Claim | None = None
+        self.lock: ModelLock | None = None
+        """The lock on the model; `None` if no driver holds it."""
         self.is_orphaned = False
         """True if the ranks hold gradients of a driver that is gone."""
         self._gone: dict[str, asyncio.Event] = {}
@@ -102,7 +103,7 @@ class Drivers:
         return self._drivers.get(driver.key) is driver
 
     def remove(self, key: str) -> None:
-        """Forget a driver, its claim included."""
+        """Forget a driver, its lock included."""
         driver = self._forget(key)
         if driver is not None:
             self._on_lost(driver)
@@ -110,9 +111,9 @@ class Drivers:
     def _forget(self, key: str) -> Driver | None:
         driver = self._drivers.pop(key, None)
         if driver is not None:
-            if self.claim is not None and self.claim.driver is driver:
-                self.is_orphaned = self.claim.what == ACCUMULATION
-                self.claim = None
+            if self.lock is not None and self.lock.driver is driver:
+                self.is_orphaned = self.lock.what == ACCUMULATION
+                self.lock = None
             driver.wake()
             if (gone := self._gone.pop(key, None)) is not None:
                 gone.set()
@@ -158,64 +159,64 @@ class Drivers:
             if self._last_heard != heard:
                 left_s, heard = lease_s, self._last_heard
 
-    def take_claim(self, driver: Driver, what: str, key: str) -> GroupError | None:
-        """Give a driver a claim, or return why it cannot have it."""
-        if self.claim is not None and self.claim.key != key:
+    def take_lock(self, driver: Driver, what: str, key: str) -> GroupError | None:
+        """Give a driver the lock, or return why it cannot have it."""
+        if self.lock is not None and self.lock.key != key:
             return GroupError(
                 f"{self._name}: {what} is refused while {self._holder(driver)} runs: a rank has the data of one run at "
-                f"a time; {_CURES.get(self.claim.what, 'wait for its end, or call interrupt() there')}"
+                f"a time; {_CURES.get(self.lock.what, 'wait for its end, or call interrupt() there')}"
             )
-        self.claim = Claim(driver, what, key)
+        self.lock = ModelLock(driver, what, key)
         return None
 
-    def release_claim(self, key: str) -> None:
-        """End a claim."""
-        if self.claim is not None and self.claim.key == key:
-            self.claim = None
+    def release_lock(self, key: str) -> None:
+        """Release the lock, if it has this key."""
+        if self.lock is not None and self.lock.key == key:
+            self.lock = None
 
     def end_accumulation(self) -> None:
-        """End the claim of an open accumulation: its gradients are gone with the ranks."""
+        """Release the lock of an open accumulation: its gradients are gone with the ranks."""
         self.is_orphaned = False
-        if self.claim is not None and self.claim.what == ACCUMULATION:
-            self.claim = None
+        if self.lock is not None and self.lock.what == ACCUMULATION:
+            self.lock = None
 
     def note_accumulation(self, driver: Driver, method: str, *, is_open: bool) -> None:
-        """Note after a call whether the ranks hold gradients for the next update: its driver then has a claim.
+        """Note after a call whether the ranks hold gradients for the next update: its driver then has the lock.
 
         Args:
             driver: The driver of the call.
             method: Name of the call.
             is_open: True if the ranks hold gradients.
         """
-        held = self.claim
+        held = self.lock
         if not is_open and held is not None and held.what == ACCUMULATION:
-            self.claim = None
+            self.lock = None
             if held.driver is not driver:
-                held.driver.lost = f"{method} of {driver.label}"
+                held.driver.dropped_by = f"{method} of {driver.label}"
         elif is_open and held is None and not self.has(driver):
             self.is_orphaned = True
         elif is_open and held is None and not self.is_orphaned:
-            self.claim = Claim(driver, ACCUMULATION, driver.key)
+            self.lock = ModelLock(driver, ACCUMULATION, driver.key)
 
     def refusal_of_turn(self, driver: Driver, call: Submission) -> GroupError | None:
         """Return why a call is refused when its turn comes, by what became of accumulations since it was accepted."""
         if call.refused_beside:
-            lost, driver.lost = driver.lost, ""
-            if lost and call.uses_gradients:
-                what = f"{call.method} is refused: {lost} has dropped the gradients of this accumulation"
+            dropped_by, driver.dropped_by = driver.dropped_by, ""
+            if dropped_by and call.uses_gradients:
+                what = f"{call.method} is refused: {dropped_by} has dropped the gradients of this accumulation"
                 return GroupError(f"{self._name}: {what}; call forward_backward for all its batches again")
         beside = {kind: why for kind, why in call.refused_beside.items() if kind == ACCUMULATION}
         return self.refusal(driver, call.method, beside)
 
     def refusal(self, driver: Driver, method: str, beside: Mapping[str, str]) -> GroupError | None:
-        """Return why a call is refused beside a claim; `None` if it is not.
+        """Return why a call is refused beside the lock; `None` if it is not.
 
         Args:
             driver: The driver that submits the call.
             method: Name of the call.
-            beside: Kind of a claim → why the call must not run beside it.
+            beside: Kind of a lock → why the call must not run beside it.
         """
-        held = self.claim
+        held = self.lock
         if held is None or held.what not in beside:
             return None
         if held.what == ACCUMULATION and held.driver is driver:
@@ -224,16 +225,16 @@ class Drivers:
         return GroupError(f"{self._name}: {method} is refused while {self._holder(driver)} runs: {why}")
 
     def refusal_of_restart(self, driver: Driver, *, is_broken: bool) -> GroupError | None:
-        """Return why a driver must not restart the ranks: another driver's claim; `None` if it may."""
-        if self.claim is None or self.claim.driver is driver:
+        """Return why a driver must not restart the ranks: another driver's lock; `None` if it may."""
+        if self.lock is None or self.lock.driver is driver:
             return None
         why = "it restarts them itself, or ends" if is_broken else "its ranks are whole"
         return GroupError(f"{self._name}: restart is refused while {self._holder(driver)} runs: {why}")
 
     def _holder(self, asking: Driver) -> str:
-        assert self.claim is not None, "asked while there is one"
-        what = "an open accumulation" if self.claim.what == ACCUMULATION else self.claim.what
-        return what if self.claim.driver is asking else f"{what} of {self.claim.driver.label}"
+        assert self.lock is not None, "asked while there is one"
+        what = "an open accumulation" if self.lock.what == ACCUMULATION else self.lock.what
+        return what if self.lock.driver is asking else f"{what} of {self.lock.driver.label}"
 
     async def _watch(self, driver: Driver, owned: ray.ObjectRef) -> None:
         try:

@@ -12,7 +12,7 @@ from raysharding.group.messages import Outcome, RemoteError, Stacks, StateChange
 from raysharding.group.ranks import RankInfo
 
 _MAX_DEATH_CHARS = 600
-_ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
+_RENDEZVOUS_ERROR = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _died(one: Observed) -> bool:
 
 
 def _misses_ranks(one: Observed) -> bool:
-    return one.raised is not None and one.raised.error_type == _ABSENCE
+    return one.raised is not None and one.raised.error_type == _RENDEZVOUS_ERROR
 
 
 def _misses_store(one: Observed) -> bool:
@@ -161,7 +161,7 @@ def _misses_store(one: Observed) -> bool:
 
 
 def failed(seen: Sequence[Observed], error: GroupError, world_size: int) -> Outcome:
-    """Return the outcome of a failed call; see `raised_by`, which makes the caller's error of it."""
+    """Return the outcome of a failed call, of which the driver's `raised_by` makes the caller's error."""
     own = next((one.raised for one in seen if one.failure is error.primary), None)
     kinds = {one.failure.error_type for one in seen}
     is_common = len(kinds) == 1 and len({one.failure.rank for one in seen}) == world_size

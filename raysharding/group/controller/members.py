@@ -33,7 +33,7 @@ class Member:
     """Where the rank runs."""
     actor: Any
     """Ray's handle of the rank's `RankActor`."""
-    found: Any
+    actor_info: Any
     """Its `ActorInfo`."""
 
 
@@ -117,7 +117,7 @@ class Ranks:
                 replies[rank] = task.result()[0]
         return ProbeReplies(replies, silent)
 
-    async def look_at(self, late: Sequence[int]) -> tuple[dict[int, Stacks], dict[int, ProcessSnapshot]]:
+    async def inspect(self, late: Sequence[int]) -> tuple[dict[int, Stacks], dict[int, ProcessSnapshot]]:
         """Return the stacks of those of these ranks that answer, and snapshots of the others; takes 1 s at most."""
         asking = start(self.ask("stacks", within_s=_ANSWER_S, ranks=late))
         await asyncio.wait([asking], timeout=_SILENT_S)
@@ -142,7 +142,7 @@ class Ranks:
     async def _snapshot(self, rank: int, late: Sequence[int]) -> ProcessSnapshot | None:
         """Return a snapshot of a rank, by this process or by another rank on its node."""
         one = self.members[rank]
-        where = one.info.pid, one.found.stacks_descriptor
+        where = one.info.pid, one.actor_info.stacks_descriptor
         if one.info.node_id == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(dump_stacks, *where)
         others = [other.info for other in self.members if other.info.node_id == one.info.node_id and other is not one]

@@ -1,4 +1,9 @@
-"""`CallQueue`: the calls of all drivers, from their arrival to their outcome; each driver's in its order."""
+"""`CallQueue`: the calls of all drivers, from their arrival to their outcome; each driver's in its order.
+
+Ray may bring the calls of one driver in another order than they were sent: `Drivers.turn` puts them back in order by
+their numbers. Calls of several drivers run in the order in which they were accepted, the same for all ranks, because
+`run` is the only task that sends them, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ class QueuedCall:
     pair: CopyPair | None = None
     """The pair that it is a part of."""
     running: RunningCall | None = None
-    """The call on its way through the ranks; `None` before."""
+    """The call on the ranks; `None` before."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the ranks begin it."""
     ended: asyncio.Future[Outcome] = field(default_factory=_future)
@@ -69,8 +74,11 @@ class CallQueue:
         self._status = status
         self._run_call = run_call
         self._known: dict[tuple[str, int | str], QueuedCall] = {}
+        """(driver, number or key of a pair) → its call, until the driver has got its outcome."""
         self._pairs: dict[str, CopyPair] = {}
+        """Key → pair, until this group's part has ended."""
         self._waiting: collections.deque[QueuedCall] = collections.deque()
+        """Accepted calls that the ranks have not begun, in their order."""
         self._accepting = asyncio.Lock()
         self._added = asyncio.Event()
 
@@ -90,7 +98,7 @@ class CallQueue:
             try:
                 await self._accept(known, number, decoded(sent))
             finally:
-                self._drivers.arrived(known)
+                self._drivers.arrived(known)  # refused, too: the driver's later calls wait for this number
         return await self.outcome(driver, number, closed(self._name))
 
     async def submit_follower(self, driver: str, before: int, submission: Submission) -> None:
@@ -145,7 +153,10 @@ class CallQueue:
         return "" if error is None else error.message
 
     async def item(self, driver: str, number: int, index: int) -> Item:
-        """Wait for one part of a call's result; see `RunningCall.item`."""
+        """Wait for one part of a call's result; `None` if the call has ended without it.
+
+        To ask for a part says that those before it have arrived.
+        """
         await self._drivers.turn(self._drivers[driver], number + 1)  # Ray may have brought the call later than this
         call = self._known.get((driver, number))
         if call is not None:
@@ -192,6 +203,9 @@ class CallQueue:
     async def _accept(self, driver: Driver, key: int | str, submission: Submission) -> None:
         """Queue a call; a call that is refused has ended."""
         call = QueuedCall(driver, submission)
+        # Held while the leader of a pair waits for the follower's answer: another pair that was queued meanwhile could
+        # stand before this one here and behind it there (Note [Order of copies]). Groups never wait for these locks in
+        # a circle, because a leader has a smaller actor id than its follower.
         async with self._accepting:
             self._known[driver.key, key] = call
             if (refused := self._refusal(call)) is not None:

@@ -33,11 +33,11 @@ class Record:
         self._writer = ThreadPoolExecutor(1, "record")
         """One thread: an older write, also one that was given up, never comes after a newer one."""
         self.files = FilesRecord(origin)
-        """Which files hold the model, by the saves and loads in the order in which the ranks run them."""
+        """The files that hold the model, by the saves and loads in the order in which the ranks run them."""
         self.spec: Packed | None = None
         """The `GroupSpec`, with the optimizer's factory that was set last; `None` until the group was READY."""
         self.loaded: Packed | None = None
-        """What the load has found."""
+        """The packed `Loaded` of the group; `None` until the group was READY."""
         stored = read_record(key) if is_restarted else None
         if stored is not None:
             self.files, self.spec, self.loaded = stored
@@ -47,7 +47,7 @@ class Record:
 
         Args:
             spec: The `GroupSpec`.
-            loaded: What the load has found.
+            loaded: The packed `Loaded`, reports and facts of the group.
             reloaded: Files that a restart has loaded, if not those of before.
         """
         self.spec, self.loaded = spec, loaded
@@ -67,14 +67,19 @@ class Record:
         await self._write()
 
     async def load_ended(self, path: str, *, keeps_adapters: bool) -> None:
-        """Record that the ranks hold the contents of these files; see `Verdict`."""
+        """Record that the ranks hold the contents of these files.
+
+        Args:
+            path: Path or URI of the files.
+            keeps_adapters: True if they are the base only, on which the ranks keep their adapters.
+        """
         if keeps_adapters:
             self.files = replace(self.files, base=path)
         else:
             self._set_origin(path, len(self.files.begun))
         await self._write()
 
-    async def settled(self, tokens: Collection[str], committed: Collection[str]) -> None:
+    async def saves_ended(self, tokens: Collection[str], committed: Collection[str]) -> None:
         """Record how saves ended.
 
         Args:

@@ -1,4 +1,16 @@
-"""`RunningCall`: sends one call to all ranks, waits for them under its deadline, and judges how it ended."""
+"""`RunningCall`: sends one call to all ranks, waits for them under its deadline, and judges how it ended.
+
+Note: why the ranks' collectives match.
+    All ranks run the same commands in one order. The queue runs one call at a time; a command goes to a rank only when
+    every rank has finished the one before, and a rank that has not finished in time ends the group. The controller
+    alone sends commands, and an actor runs them on one thread (the concurrency group `work`). A rank that fails inside
+    a command may leave the others waiting in a collective. They get `drain_s` to fail by themselves, as by a lost
+    connection; if one does not, the group is BROKEN, and ending the processes ends the wait.
+
+Note: no change is missed.
+    All methods run on the controller's event loop. A waiter takes the event that it waits for without an `await` since
+    it has checked its condition: a later change sets that event.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +48,10 @@ _AFTER_DEATH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a call ended, and what that means for the group."""
+    """Outcome of a call, and its consequence for the group."""
 
     outcome: Outcome
-    """What the driver gets."""
+    """Outcome for the driver."""
     broken_by: GroupError | None = None
     """The error that broke the group; `None` if later calls can run."""
     resets_next: bool = False
@@ -50,7 +62,7 @@ class Verdict:
 
 @dataclass
 class RunningCall:
-    """One call on its way through the ranks."""
+    """One call while the ranks run it."""
 
     submission: Submission
     """The call."""
@@ -72,7 +84,9 @@ class RunningCall:
         self.number = self.first_number - 1
         self.deadline = time.monotonic() + self.submission.deadline_s
         self._drain_until: float | None = None
-        self._seen: list[failures.Observed] = []
+        """Time until which the other ranks may finish after a failure; `None` before one."""
+        self._observed: list[failures.Observed] = []
+        """Failures, in the order in which they were observed."""
         self._changes: dict[int, StateChange] = {}
         self._sent: dict[int, Sent] = {}
         self._progress: dict[int, tuple[str, int, int]] = {}
@@ -81,10 +95,13 @@ class RunningCall:
         self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
+        """Parts of the result, in the order in which they arrived."""
         self._num_taken = 0
+        """Number of parts that the driver has."""
         self.is_over = False
         """True once the ranks have finished, or are waited for no longer."""
         self._changed = asyncio.Event()
+        """Set once when a part arrives or is taken, at each failure, and at the end; a new event replaces it."""
         self._step_changed = asyncio.Event()
         """Set when all ranks have finished the step, and at each failure."""
 
@@ -98,7 +115,7 @@ class RunningCall:
         polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]
         try:
             await self._step(self.submission.method)
-            while self._more and not self._seen and await self._handed_on():
+            while self._more and not self._observed and await self._wait_taken():
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
         finally:
             for task in polling:
@@ -108,9 +125,12 @@ class RunningCall:
         return self._judge()
 
     async def item(self, index: int) -> Item:
-        """Wait for one part of the result; see `Item`. To ask for a part says that those before it have arrived."""
+        """Wait for one part of the result; `None` if the call ends without it.
+
+        To ask for a part says that those before it have arrived.
+        """
         self._num_taken = max(self._num_taken, index)
-        if self.submission.hands_on_steps:
+        if self.submission.waits_for_driver:
             # The driver has them: each would hold a bucket of a `state_dict` in the object store.
             self._items[:index] = [None] * min(index, len(self._items))
         self._change()
@@ -120,7 +140,7 @@ class RunningCall:
 
     def drop_items(self) -> None:
         """Wait no longer for the driver, which is gone, to take the parts of the result."""
-        self.submission = replace(self.submission, hands_on_steps=False)
+        self.submission = replace(self.submission, waits_for_driver=False)
         self._change()
 
     def phase(self, rank: int) -> str:
@@ -136,23 +156,23 @@ class RunningCall:
     def _change(self) -> None:
         """Wake all who wait for a part, or for its being taken."""
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # those who wake check again, and wait for the next change
 
-    async def _handed_on(self) -> bool:
+    async def _wait_taken(self) -> bool:
         """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
 
         Returns:
             True if the next step can begin; False if a rank died, or the driver does not take the value in time.
         """
         until = time.monotonic() + self.submission.deadline_s
-        while self.submission.hands_on_steps and self._num_taken < len(self._items) and not self._seen:
+        while self.submission.waits_for_driver and self._num_taken < len(self._items) and not self._observed:
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:
                 self._is_given_up = True  # a frozen driver holds up the calls of the others no longer
                 return False
         self.deadline = time.monotonic() + self.submission.deadline_s
-        return not self._seen
+        return not self._observed
 
     async def _step(self, method: str) -> None:
         """Send a command to all ranks, and wait until all have finished, or failed and had their time."""
@@ -160,10 +180,11 @@ class RunningCall:
         members, made = self.ranks.members, [self._command(method, part) for part in self.submission.parts]
         commands = made * len(members) if len(made) == 1 else made
         if any(refs for _, refs in commands):
-            # All ranks hold their arguments before one enters a collective.
+            # All ranks hold their arguments before one enters a collective: a rank whose arguments are lost with their
+            # owner would not come. (As arguments of `run`, Ray would bring them to each rank at its own time.)
             pairs = zip(members, commands, strict=True)
             await self._gather([member.actor.fetch.remote(self.number, **refs) for member, (_, refs) in pairs])
-            if self._seen:
+            if self._observed:
                 return
         self._has_begun = True
         running = [member.actor.run.remote(sent) for member, (sent, _) in zip(members, commands, strict=True)]
@@ -172,12 +193,12 @@ class RunningCall:
     def _command(self, method: str, args: Part) -> tuple[Any, dict[str, ray.ObjectRef]]:
         """Return an encoded command, and the references of its fields that the ranks fetch before."""
         whole = self.submission
-        given: dict[str, Any] = {"args": args, "shared": whole.shared}
-        refs = {name: part for name, part in given.items() if isinstance(part, ray.ObjectRef)}
+        fields: dict[str, Any] = {"args": args, "shared": whole.shared}
+        refs = {name: part for name, part in fields.items() if isinstance(part, ray.ObjectRef)}
         command = Command(
             method=method,
             number=self.number,
-            **{**given, **dict.fromkeys(refs)},
+            **{**fields, **dict.fromkeys(refs)},
             is_fetched=bool(refs),
             output=whole.output,
             max_output_bytes=whole.max_output_bytes,
@@ -194,6 +215,8 @@ class RunningCall:
         """
         self.finished.clear()
         for rank, ref in enumerate(replies):
+            # The callback holds the reference of the result, and then `_sent` and `_items`, until the driver has it:
+            # without one Ray drops the object.
             result = results[rank] if results else None
             asyncio.wrap_future(ref.future()).add_done_callback(partial(self._on_reply, rank, result))
         while self._unfinished():
@@ -205,15 +228,15 @@ class RunningCall:
                     await asyncio.wait_for(self._step_changed.wait(), left_s)
             elif self._drain_until is not None:
                 break
-            elif await self._look_at_late():
+            elif await self._inspect_late():
                 return
         members = self.ranks.members
-        self._seen += [failures.rank_stopped(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
+        self._observed += [failures.rank_stopped(members[rank].info, self.phase(rank)) for rank in self._unfinished()]
 
     def _on_reply(self, rank: int, result: ray.ObjectRef | None, future: asyncio.Future[Any]) -> None:
-        error = future.exception()
+        error = future.exception()  # asked for in any case: asyncio complains of errors that nobody takes
         if self.is_over:
-            return
+            return  # of a rank that was waited for no longer: the call is judged
         if error is not None:
             self._on_ray_error(rank, error)
         elif result is not None:
@@ -223,7 +246,7 @@ class RunningCall:
     def _on_response(self, rank: int, response: Response, result: ray.ObjectRef) -> None:
         self._changes[rank] = response.change
         if response.error is not None:
-            self._see(failures.rank_raised(self.ranks.members[rank].info, response.error), self.drain_s)
+            self._observe(failures.rank_raised(self.ranks.members[rank].info, response.error), self.drain_s)
             return
         if rank == 0:
             self._more, self._keeps_adapters = response.more, response.keeps_adapters
@@ -240,49 +263,53 @@ class RunningCall:
     def _on_ray_error(self, rank: int, error: BaseException) -> None:
         """Handle that a rank is dead, or that Ray could not bring it its arguments."""
         if self.ranks.is_stopping:
-            self._seen.append(failures.rank_stopped(self.ranks.members[rank].info, self.phase(rank)))
+            self._observed.append(failures.rank_stopped(self.ranks.members[rank].info, self.phase(rank)))
             return
         if isinstance(error, ray.exceptions.RayActorError):
+            # The first report of a death comes back here through the controller, as `self.died`; a death that was known
+            # before the call does not.
             self.ranks.died(rank, error)
-            if all(one.failure.rank != rank for one in self._seen):  # it was known before the call
+            if all(one.failure.rank != rank for one in self._observed):
                 self.died(rank, error, is_made=True)
             return
+        # The command did not run on this rank, while the others may wait for it in a collective.
         info = self.ranks.members[rank].info
         message = f"Ray could not deliver the arguments to the rank: {error}"
         failure = RankFailure(
             info.rank, info.node_ip, info.pid, "raised", self.submission.method, type(error).__name__, message
         )
-        self._see(failures.Observed(failure), self.drain_s)
+        self._observe(failures.Observed(failure), self.drain_s)
 
     def died(self, rank: int, error: BaseException, *, is_made: bool) -> None:
         """Record that a rank's process has ended; `is_made` as in `rank_died`."""
         self._finish(rank)
         seen = failures.rank_died(self.ranks.members[rank].info, self.phase(rank), error, is_made=is_made)
         # Ray reports a lost connection a second or two after the death, and the peers have had that time.
-        self._see(seen, 0.0 if isinstance(error, ray.exceptions.ActorUnavailableError) else _AFTER_DEATH_S)
+        self._observe(seen, 0.0 if isinstance(error, ray.exceptions.ActorUnavailableError) else _AFTER_DEATH_S)
 
-    def _see(self, observed: failures.Observed, patience_s: float) -> None:
-        self._seen.append(observed)
+    def _observe(self, observed: failures.Observed, patience_s: float) -> None:
+        self._observed.append(observed)
         self._change()
         self._step_changed.set()
+        # The earliest end counts: a death after an error shortens the wait, an error after a death does not extend it.
         until = time.monotonic() + patience_s
         self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 
     def _unfinished(self) -> list[int]:
         return [rank for rank in range(len(self.ranks)) if rank not in self.finished]
 
-    async def _look_at_late(self) -> bool:
+    async def _inspect_late(self) -> bool:
         """Find out after the deadline why ranks are late; return False if they finish meanwhile."""
-        stacks, snapshots = await self.ranks.look_at(self._unfinished())
+        stacks, snapshots = await self.ranks.inspect(self._unfinished())
         late = self._unfinished()
         if not late:
             return False
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
-            where, deadline_s = (stacks.get(rank), snapshots.get(rank)), self.submission.deadline_s
-            self._seen.append(failures.rank_hung(self.ranks.members[rank].info, self.phase(rank), deadline_s, *where))
+            details = self.phase(rank), self.submission.deadline_s, stacks.get(rank), snapshots.get(rank)
+            self._observed.append(failures.rank_hung(self.ranks.members[rank].info, *details))
         # Late ranks that did not answer come first, ranks that wait for others last.
-        self._seen.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
+        self._observed.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
         return True
 
     async def _poll(self, rank: int) -> None:
@@ -304,18 +331,19 @@ class RunningCall:
                 f"{self.submission.method} on {self.name}: its driver did not take the next part of the result within"
             )
             return Verdict(Outcome(error=CallTimeoutError(f"{what} {self.submission.deadline_s:g} s")))
-        if not self._seen:
+        if not self._observed:
             sent = tuple(self._sent.get(rank) for rank in range(world_size))
             return Verdict(Outcome(sent), keeps_adapters=self._keeps_adapters)
         method = self.submission.method
-        error = failures.judge(self._seen, f"{method} on {self.name}", self._is_late, self._arrived)
-        outcome = failures.failed(self._seen, error, world_size)
+        error = failures.judge(self._observed, f"{method} on {self.name}", self._is_late, self._arrived)
+        outcome = failures.failed(self._observed, error, world_size)
         everyone = len(self.finished) == world_size and not self.ranks.dead
+        # A rank that has not finished may be inside a collective: no later call can run beside it.
         if everyone and not self._has_begun:  # arguments were lost, say, with their driver: the ranks are as before
             return Verdict(outcome, resets_next=self.resets)
-        if everyone and failures.leaves_intact(method, self._seen, self._changes.values(), world_size):
+        if everyone and failures.leaves_intact(method, self._observed, self._changes.values(), world_size):
             # Gathered parameters or gradients on some ranks only would make the next call's collectives differ.
-            return Verdict(outcome, resets_next=failures.resets_some(self._seen, world_size))
+            return Verdict(outcome, resets_next=failures.resets_some(self._observed, world_size))
         return Verdict(outcome, broken_by=error)
 
 

@@ -41,9 +41,8 @@ def reserve_for(
     if plan.node_ids:
         return None
     reservation = reserve(plan.world_size, plan.device_type, plan.placement, name, plan.place_s)
-    told = tell if plan.tells else None
     try:
-        wait_placed(reservation, plan.place_s, held=plan.held, tell=told, is_wanted=is_wanted)
+        wait_placed(reservation, plan.place_s, held=plan.held, tell=tell if plan.tells else None, is_wanted=is_wanted)
     except BaseException:
         reservation.release()
         raise
@@ -110,7 +109,7 @@ async def probe(
     reservation: Reservation | None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Any]:
-    """Ask every actor where it runs, once it has started; see `start_ranks`."""
+    """Ask every actor where it runs, once it has started. Arguments and errors are those of `start_ranks`."""
     asking = {start(reply(actor.probe.remote(plan.paths))): bundle for bundle, actor in enumerate(actors)}
     infos: dict[int, Any] = {}
     begun = time.monotonic()

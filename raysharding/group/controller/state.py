@@ -35,7 +35,7 @@ class GroupStatus:
         self.was_ready = False
         """True if the group has been READY at some time."""
         self.generation = secrets.token_hex(4)
-        """See `Snapshot`."""
+        """Identifies the ranks from one restart to the next, after which the model is that of files."""
         self.restarted_by = ""
         """Label of the driver that restarted the group last."""
         self._name = name

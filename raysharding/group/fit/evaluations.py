@@ -190,7 +190,7 @@ class Evaluations:
 
     @property
     def stopped(self) -> str | None:
-        """Why the evaluations end the run; `None` if they do not."""
+        """Reason for which the evaluations end the run; `None` if they do not."""
         stop = None if self._options is None else self._options.stop
         if stop is None:
             return None

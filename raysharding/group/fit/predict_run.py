@@ -21,8 +21,8 @@ from raysharding.group.calls import Client, ProgressBar, collect_all, collect_re
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for, refuse_iterable
 from raysharding.group.fit.evaluations import tell_dropped
-from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.restarts import Restarts
+from raysharding.group.fit.run_lock import RunLock
 from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
 from raysharding.worker import PredictStart, PredictSteps
@@ -61,7 +61,7 @@ class PredictReport:
 
 
 def run_predict(
-    running: RunningGroup, lock: FitLock, options: Mapping[str, Any], restart: Callable[[], RestartReport]
+    running: RunningGroup, lock: RunLock, options: Mapping[str, Any], restart: Callable[[], RestartReport]
 ) -> Any:
     """Compute columns, by the arguments of `ShardedModelGroup.predict`.
 
@@ -106,7 +106,7 @@ class PredictRun:
     """The data that the ranks read."""
     progress: bool | None
     """True to show a bar; `None`: in a terminal or notebook, and lines elsewhere."""
-    lock: FitLock
+    lock: RunLock
     """Reports whether the run is to end early."""
     restart: Callable[[], RestartReport]
     """Restarts the group."""
@@ -135,9 +135,9 @@ class PredictRun:
                     "weights. Save the group first"
                 )
             with progress_bar(self.progress, "predict", "rows", start.num_rows, start.num_done) as bar:
-                self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
+                self._restarts.run(lambda: self._steps(bar), lambda done: self._continue(done, bar))
         finally:
-            self._let_go()
+            self._release()
         if self.plan.output is None:
             return self._joined()
         seconds, number = time.monotonic() - self._started, self._restarts.number
@@ -152,7 +152,7 @@ class PredictRun:
         self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
 
-    def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
+    def _continue(self, done: RestartReport, bar: ProgressBar) -> None:
         """Continue with the parts that are not complete."""
         start = self._begin()
         tell(
@@ -220,7 +220,7 @@ class PredictRun:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self.client.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self.client.submit_same("predict_end", is_last=True).result()

@@ -29,12 +29,12 @@ class Restarts:
     number: int = 0
     """Number of restarts so far, including those that failed because another rank was lost."""
 
-    def run(self, steps: Callable[[], None], go_back: Callable[[RestartReport], None]) -> None:
+    def run(self, steps: Callable[[], None], resume: Callable[[RestartReport], None]) -> None:
         """Run all steps.
 
         Args:
             steps: Runs the steps that are left.
-            go_back: Makes the ranks continue the run after a restart.
+            resume: Makes the ranks continue the run after a restart.
 
         Raises:
             GroupError: The group broke more often than it may be restarted.
@@ -43,7 +43,7 @@ class Restarts:
         while True:
             try:
                 if lost is not None:
-                    self._go_back(lost, go_back)
+                    self._restart(lost, resume)
                 steps()
                 return
             except CallCancelledError:
@@ -54,13 +54,13 @@ class Restarts:
                     raise
                 lost = error
 
-    def _go_back(self, lost: Exception, go_back: Callable[[RestartReport], None]) -> None:
+    def _restart(self, lost: Exception, resume: Callable[[RestartReport], None]) -> None:
         """Restart the group; an error that the restart raises gets a note with the reason for the restart."""
         cause = str(lost).partition("\n")[0]
         self.number += 1
         tell(f"{self.what}: {cause}; restart {self.number} of {self.limit}")
         try:
-            go_back(self.restart())
+            resume(self.restart())
         except Exception as error:
             error.add_note(f"raysharding: {self.what} was restarting after: {cause}")
             raise

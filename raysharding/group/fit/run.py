@@ -26,9 +26,9 @@ from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle, group_dataset, pinned_for
 from raysharding.group.fit.evaluations import EvalOptions, Evaluations, eval_options, steps_to, tell_dropped
-from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.restarts import Restarts
+from raysharding.group.fit.run_lock import RunLock
 from raysharding.group.fit.stop_signal import NotedInterrupts, StopSignal
 from raysharding.group.launch import RestartReport, RunningGroup
 from raysharding.group.messages import GroupState
@@ -101,7 +101,7 @@ class FitOptions:
         return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
 
 
-def run_fit(running: RunningGroup, lock: FitLock, options: Mapping[str, Any], **files: Any) -> FitReport:
+def run_fit(running: RunningGroup, lock: RunLock, options: Mapping[str, Any], **files: Any) -> FitReport:
     """Train, by the arguments of `ShardedModelGroup.fit`.
 
     Args:
@@ -147,7 +147,7 @@ class FitRun:
     """The data that the ranks read."""
     options: FitOptions
     """The driver's options."""
-    fits: FitLock
+    lock: RunLock
     """The lock that reports whether the run is to end early."""
     save: Callable[..., object]
     """Saves the model, as `ShardedModelGroup.save` does."""
@@ -160,20 +160,22 @@ class FitRun:
         self._stop = StopSignal(self.client, is_wanted=self.options.save_on_signal)
         self._interrupts = NotedInterrupts(self.client)
         self._gauges = RayGauges(self.client.name)
-        self._callbacks: list[Callback] = [self.fits.note, self._gauges, *self.options.callbacks]
+        self._callbacks: list[Callback] = [self.lock.note, self._gauges, *self.options.callbacks]
         # Whoever stops the driver by a signal may have stopped the ranks as well.
         self._restarts = Restarts("fit", self.client, self.max_restarts, self.restart, lambda: not self._stop.came)
         self._started = time.monotonic()
-        self._begun: Position | None = None
-        self._place: Position
+        self._beginning: Position | None = None
+        """Position at which the run began, or which it resumed; `None` before the ranks have opened the data."""
+        self._position: Position
         self._generators: list[Mapping[str, Any]] = []
         self._total: int | None = None
         self._history: dict[str, list[float]] = {}
         self._num_rows = self._num_tokens = 0
         self._wait_s = self._save_s = 0.0
         self._step_s = _CALL_S
-        self._begun_in_files = True
-        self._asked: int | None = None
+        self._beginning_is_saved = True
+        self._saved_step: int | None = None
+        """Step of the last save, which may still be written; `None` if the next save is due in any case."""
         self._paths: set[str] = set()
         self._skipped: list[int] = []
         self._warned: set[str] = set()
@@ -192,34 +194,34 @@ class FitRun:
         return report
 
     def _tell_end(self, cause: str, then: str) -> None:
-        saved = f", saved in {self._save_path}" if self._asked == self._place.num_steps else ""
-        tell(f"fit: {cause} ended the run after step {self._place.num_steps}{saved}; {then}")
+        saved = f", saved in {self._save_path}" if self._saved_step == self._position.num_steps else ""
+        tell(f"fit: {cause} ended the run after step {self._position.num_steps}{saved}; {then}")
 
     def _run(self) -> FitReport:
         try:
             resume = self.options.resume
             self._begin(resume=self._load_latest() if resume == "latest" else resume)
-            self._secure_the_beginning()
-            done = self._place.num_steps
+            self._save_beginning()
+            done = self._position.num_steps
             with progress_bar(self.options.progress, "fit", "steps", self._total, done) as bar:
-                self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
+                self._restarts.run(lambda: self._steps(bar), lambda done: self._continue(done, bar))
         except BaseException as error:
             self._end(error)
             raise
         else:
             self._end(None)
         finally:
-            if self._begun is not None:
-                self.fits.last_report = self._report()
-        assert self.fits.last_report is not None, "the run has begun"
-        return self.fits.last_report
+            if self._beginning is not None:
+                self.lock.last_report = self._report()
+        assert self.lock.last_report is not None, "the run has begun"
+        return self.lock.last_report
 
     def _report(self) -> FitReport:
         """Return the report of the run so far."""
         self._align_history()
         committed = [None, *(path for path in self.client.connection.snapshot.saves if path in self._paths)]
         return FitReport(
-            num_steps=self._place.num_steps,
+            num_steps=self._position.num_steps,
             first_step=self._first_step,
             history={name: tuple(values) for name, values in self._history.items()},
             num_rows=self._num_rows,
@@ -233,13 +235,13 @@ class FitRun:
             evaluations=self._evaluations.done,
             best=self._evaluations.best,
             stopped=self._evaluations.stopped,
-            earlier_loss=self._begun.loss if self._begun is not None else None,
+            earlier_loss=self._beginning.loss if self._beginning is not None else None,
         )
 
     @property
     def _first_step(self) -> int:
-        assert self._begun is not None, "_begin comes first"
-        return self._begun.num_steps
+        assert self._beginning is not None, "_begin comes first"
+        return self._beginning.num_steps
 
     def _load_latest(self) -> bool:
         """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
@@ -256,31 +258,31 @@ class FitRun:
         if resume:
             self.client.pending.wait(self.plan.data.stall_s)  # one of them may be the save of this step
         with pinned_for(self._datasets, self.client):
-            arguments = (self.plan, self._begun, resume, self.options.save_to, self.options.async_save)
+            arguments = (self.plan, self._beginning, resume, self.options.save_to, self.options.async_save)
             start: FitStart = self.client.submit_same("fit_begin", *arguments).result()
-            self._place, self._total = start.position, start.total_steps
+            self._position, self._total = start.position, start.total_steps
             self._evaluations.begin(start.position)
             if start.has_save:
-                self._asked = start.position.num_steps
+                self._saved_step = start.position.num_steps
             if start.warning is not None:
                 warn(start.warning)
-        if self._begun is None:
-            self._begun, self._begun_in_files = start.position, start.is_saved
+        if self._beginning is None:
+            self._beginning, self._beginning_is_saved = start.position, start.is_saved
             if self.max_restarts:
                 self._generators = self.client.submit_same("generators", collect=collect_all).result()
-        elif replace(self._place, evaluations=()) == replace(self._begun, evaluations=()):
+        elif replace(self._position, evaluations=()) == replace(self._beginning, evaluations=()):
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
             call_s = self.client.timeouts.call_s
             self.client.submit_each("restore_generators", own, deadline_s=call_s).result()
 
-    def _secure_the_beginning(self) -> None:
+    def _save_beginning(self) -> None:
         """Save the beginning of the run unless files hold it: with `max_restarts`, a restart may go back to it.
 
         Raises:
             ValueError: The beginning is not saved, and there is no `save_to`.
         """
-        if not self.max_restarts or self._begun_in_files:
+        if not self.max_restarts or self._beginning_is_saved:
             return
         if self.options.save_to is None:
             raise ValueError(
@@ -289,7 +291,7 @@ class FitRun:
                 "save_to="
             )
         self._save(in_background=False)
-        self._begun_in_files = True
+        self._beginning_is_saved = True
 
     def _end(self, error: BaseException | None) -> None:
         """Make the ranks, if any, release the data, and close the callbacks.
@@ -303,9 +305,9 @@ class FitRun:
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         errors = [] if error is None else [error]
-        for let_go in (self._let_go, *closes):
+        for close in (self._release, *closes):
             try:
-                let_go()
+                close()
             except Exception as raised:  # noqa: BLE001 - the other callbacks must be closed as well
                 errors.append(raised)
         for later in errors[1:]:
@@ -313,7 +315,7 @@ class FitRun:
         if error is None and errors:
             raise errors[0]
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self.client.state in (GroupState.READY, GroupState.BUSY):
             replies: list[FitSteps | None] = []
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
@@ -321,39 +323,40 @@ class FitRun:
             for data in self._datasets:
                 data.unpin(self.client)
             steps = [reply for reply in replies if reply is not None]
-            if self._begun is not None and steps:  # else `fit_begin` raised, after some ranks had made their run
-                self._note_untold(steps)
+            if self._beginning is not None and steps:  # else `fit_begin` raised, after some ranks had made their run
+                self._note_unreported(steps)
 
-    def _note_untold(self, replies: Sequence[FitSteps]) -> None:
+    def _note_unreported(self, replies: Sequence[FitSteps]) -> None:
         """Record and report the steps of a call before the one that raised; a resumed run continues after them.
 
         Args:
             replies: Steps of the last call, of each rank.
         """
-        number = replies[0].position.num_steps - self._place.num_steps
-        self._place = replies[0].position
-        if number and all(reply.position == self._place for reply in replies):  # an error may have been of some ranks
-            untold = [replace(reply, steps=reply.steps[-number:]) for reply in replies]
-            for step in self._note(untold, number * self._step_s):
+        number = replies[0].position.num_steps - self._position.num_steps
+        self._position = replies[0].position
+        # The error may have been of some ranks alone: then the others have taken more steps.
+        if number and all(reply.position == self._position for reply in replies):
+            unreported = [replace(reply, steps=reply.steps[-number:]) for reply in replies]
+            for step in self._note(unreported, number * self._step_s):
                 self._call_back(step)
 
-    def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
+    def _continue(self, done: RestartReport, bar: ProgressBar) -> None:
         """Wait for the group's background saves after a restart, and continue from the ranks' position."""
         try:
             self.client.pending.wait(self.plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
-        self._asked = None
-        assert self._begun_in_files, "_secure_the_beginning comes first: the restart may have loaded the beginning"
+        self._saved_step = None
+        assert self._beginning_is_saved, "_save_beginning comes first: the restart may have loaded the beginning"
         self._begin(resume=True)
         self._align_history()
-        self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
-        tell(f"fit: continues after step {self._place.num_steps} (reloaded {done.checkpoint}: {done.why})")
-        bar.update(self._place.num_steps - bar.n)
+        self._skipped = [number for number in self._skipped if number <= self._position.num_steps]
+        tell(f"fit: continues after step {self._position.num_steps} (reloaded {done.checkpoint}: {done.why})")
+        bar.update(self._position.num_steps - bar.n)
 
     def _align_history(self) -> None:
         """Make the history as long as the run: steps that were not reported to the driver are NaN."""
-        kept = self._place.num_steps - self._first_step
+        kept = self._position.num_steps - self._first_step
         for values in self._history.values():
             del values[kept:]
             values.extend([math.nan] * (kept - len(values)))
@@ -371,7 +374,7 @@ class FitRun:
                 self._run_steps(bar)
             except Exception as error:
                 if self._interrupts.came:  # a program that catches the interrupt must hear of a save that failed
-                    self._asked = None
+                    self._saved_step = None
                     self._tell_end("Ctrl-C", f"then came {type(error).__name__}: {error}")
                 raise
             if self._interrupts.came:
@@ -381,21 +384,21 @@ class FitRun:
         # Before a resume or restart, an error may have come between the last step and its evaluation or save.
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
-            step = self._place.num_steps
-            self.fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
+            step = self._position.num_steps
+            self.lock.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
             begun = time.monotonic()
             replies: list[FitSteps] = self.client.submit_same(
                 "fit_steps", self._num_next(), collect=collect_all
             ).result()
             seconds = time.monotonic() - begun
-            is_over, self._place = replies[0].is_over, replies[0].position
+            is_over, self._position = replies[0].is_over, replies[0].position
             steps = self._note(replies, seconds) if replies[0].steps else []
             is_over = self._after_steps(steps, bar, is_over=is_over)
         self.client.pending.wait(self.plan.data.stall_s)
 
     def _after_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
         """Evaluate, report and save after steps, as is due; return True if the run ends."""
-        self._tell_steps(steps, bar, is_end=is_over or self._place.num_steps == self._total)
+        self._tell_steps(steps, bar, is_end=is_over or self._position.num_steps == self._total)
         is_interrupted = self._interrupts.came
         is_over = is_over or self._evaluations.stopped is not None or self._stop.came
         is_end = is_over or (is_interrupted and self.options.save_on_signal)
@@ -407,13 +410,13 @@ class FitRun:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
         intervals = [every for every in (*self.options.callback_intervals, self.options.save_every) if every]
-        ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
+        ends = [*(steps_to(self._position, every) for every in intervals), self._evaluations.steps_left(self._position)]
         return min([number, *(end for end in ends if end is not None)])
 
     def _note(self, replies: Sequence[FitSteps], seconds: float) -> list[FitStep]:
         """Record the results of steps, and return them for the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
-        first = self._place.num_steps - len(steps)
+        first = self._position.num_steps - len(steps)
         self._step_s = seconds / len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
@@ -441,11 +444,11 @@ class FitRun:
         for step in steps[:-1]:
             self._tell_step(step, bar)
         last = self._last = steps[-1] if steps else self._last
-        if self._evaluations.is_due(self._place, is_end=is_end):
-            values = self._evaluations.evaluate(self._place, self._save_path)
-            self._asked = None  # a save of this step, if there is one, lacks the evaluation
+        if self._evaluations.is_due(self._position, is_end=is_end):
+            values = self._evaluations.evaluate(self._position, self._save_path)
+            self._saved_step = None  # a save of this step, if there is one, lacks the evaluation
             # Before a resume or restart steps may have been taken that were not reported here.
-            if last is not None and last.num_steps == self._place.num_steps:
+            if last is not None and last.num_steps == self._position.num_steps:
                 self._tell_step(replace(last, metrics={**last.metrics, **values}), bar)
         elif steps:
             self._tell_step(steps[-1], bar)
@@ -477,26 +480,26 @@ class FitRun:
             warn(f"fit: {what}")
 
     def _is_due(self, *, is_over: bool) -> bool:
-        every, done = self.options.save_every, self._place.num_steps
-        if done == self._asked or (done == 0 and self._begun_in_files):
+        every, done = self.options.save_every, self._position.num_steps
+        if done == self._saved_step or (done == 0 and self._beginning_is_saved):
             return False
         is_asked = every is not None and done > 0 and not done % every
         return is_over or is_asked or self._evaluations.is_best(self._save_path)
 
     @property
     def _save_path(self) -> str:
-        return join_path(str(self.options.save_to), f"step-{self._place.num_steps}")
+        return join_path(str(self.options.save_to), f"step-{self._position.num_steps}")
 
     def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
-        options, number, path = self.options, self._place.num_steps, self._save_path
+        options, number, path = self.options, self._position.num_steps, self._save_path
         # Where the loss or the gradient is NaN, the weights may be, too: good saves are not removed for them.
         metrics = {} if self._last is None else self._last.metrics
         is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         keep_last = options.keep_last if is_finite else None
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
         self.save(path, overwrite=True, keep_last=keep_last, async_save=in_background)
-        self._asked = number
+        self._saved_step = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun
         self._gauges.set("save_s", self._save_s)

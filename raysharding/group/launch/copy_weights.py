@@ -27,14 +27,14 @@ _RANK_SHARE = 0.8
 
 @dataclass(eq=False)
 class WeightPath:
-    """The way from one group to another, whose connections and plan the ranks of both keep."""
+    """A source and a target of copies, for which the ranks of both keep connections and plan."""
 
     source: Client
     """Client of the source."""
     target: Client
     """Client of the target."""
     merge: bool
-    """True if adapters are merged on the way."""
+    """True if adapters are merged before they are sent."""
     address: StoreAddress
     """Store of the source."""
     ranks: tuple[tuple[RankInfo, ...], ...]
@@ -69,7 +69,7 @@ def submit_copy(
         target: The group that they go to.
         merge: True to merge adapters.
         staged: True to receive beside the old weights.
-        refused_beside: Kind of a claim → why the target must not change beside it.
+        refused_beside: Kind of a lock → why the target must not change beside it.
     """
     clients = source, target
     if len({actor_id(client.connection.controller) for client in clients}) == 1:
@@ -77,8 +77,8 @@ def submit_copy(
     for client in clients:
         client.connection.refuse_if_unusable()
     _paths[:] = [path for path in _paths if path.is_usable()]
-    found = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
-    path = next(found, None)
+    existing = (one for one in _paths if (one.source, one.target, one.merge) == (source, target, merge))
+    path = next(existing, None)
     if path is None:
         path = WeightPath(source, target, merge, _store_address(source), (source.ranks, target.ranks))
         _paths.append(path)

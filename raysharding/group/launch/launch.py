@@ -51,7 +51,7 @@ _ATTACH_S = 30.0
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the making of a group has found, for this driver and those that attach later."""
+    """Reports and facts of a group that was made, for this driver and those that attach later."""
 
     load_report: LoadReport
     """Rank 0's report of the load that made the group."""
@@ -69,14 +69,14 @@ class Loaded:
 
 @dataclass
 class RunningGroup:
-    """A group, as one of its drivers sees it; a restart changes spec and what the load has found."""
+    """A group, as one of its drivers sees it; a restart replaces `spec` and `loaded`."""
 
     spec: GroupSpec
     """The group's spec, with the model that the ranks build."""
     client: Client
     """Client that sends calls to the controller."""
     loaded: Loaded
-    """What the load has found."""
+    """Reports and facts of the group, by its start or its last restart."""
 
     def stored_spec(self) -> GroupSpec:
         """Return the spec that a restart uses; another driver of the group may have set the optimizer."""
@@ -176,7 +176,7 @@ def make(
         clock.end("preflight of the nodes")
     rendezvous(client, spec, started, clock)
     loaded = _fill(client, spec, opened, preflight, clock)
-    client.connection.ask("ready", packed_spec(spec), pack(loaded, "what the load has found").snapshot(), reloaded)
+    client.connection.ask("ready", packed_spec(spec), pack(loaded, "the group's reports").snapshot(), reloaded)
     client.connection.refresh()
     client.connection.generation = client.connection.snapshot.generation
     if spec.progress is None or spec.progress is True:

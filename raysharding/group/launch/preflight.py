@@ -63,7 +63,7 @@ class PreflightReport(Report):
     seconds: float
     """Time that the checks took."""
     ports: tuple[str, ...] = ()
-    """Who listened where, in words, as far as `raysharding doctor` came; empty in the report of a group."""
+    """Lines on the ports where processes listened, as far as `raysharding doctor` came; empty in a group's report."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -220,7 +220,7 @@ class Preflight:
         self.findings: list[Finding] = []
         """Findings of these checks, and of others."""
         self.ports: list[str] = []
-        """Who listened where, in words."""
+        """Lines on the ports at which processes listened."""
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
         self._nodes: dict[str, NodeFacts] = {}
         self._link: LinkTimes | None = None

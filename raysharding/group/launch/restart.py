@@ -45,7 +45,7 @@ class RestartReport(Report):
 
 
 def restart(
-    running: RunningGroup, *, checkpoint: str | None, world_size: int | None, claim: tuple[str, str] | None = None
+    running: RunningGroup, *, checkpoint: str | None, world_size: int | None, lock: tuple[str, str] | None = None
 ) -> RestartReport:
     """Replace a group's ranks by new ones, with its newest files or those of a checkpoint.
 
@@ -53,7 +53,7 @@ def restart(
         running: The group, whose spec and facts become those of the new ranks.
         checkpoint: The user's argument.
         world_size: The user's argument.
-        claim: Kind and key of the claim of the run that restarts the group.
+        lock: Kind and key of the lock that the run holds which restarts the group.
     """
     begun, clock = time.monotonic(), StartClock()
     client = running.client
@@ -73,8 +73,8 @@ def restart(
         key = client.connection.key
         record: FilesRecord | None = None
         try:
-            record = client.connection.ask("begin_restart", key, claim, within_s=_STOP_S)
-            record = _settle(client, record)
+            record = client.connection.ask("begin_restart", key, lock, within_s=_STOP_S)
+            record = _end_saves(client, record)
             origin = record.origin
             if record.base is not None:
                 # No file holds the adapters if the origin is the base that they began on.
@@ -106,7 +106,7 @@ def restart(
     return RestartReport(why, loaded, len(client.ranks), time.monotonic() - begun)
 
 
-def _settle(client: Client, record: FilesRecord) -> FilesRecord:
+def _end_saves(client: Client, record: FilesRecord) -> FilesRecord:
     """Determine from the files how the saves with an unknown outcome ended, and remove their unfinished files.
 
     The writers of these saves are dead: a save that is not committed now never will be.
@@ -114,9 +114,9 @@ def _settle(client: Client, record: FilesRecord) -> FilesRecord:
     for save in record.begun:
         remove_unfinished(save.path, save.token)
     committed = [save.token for save in record.begun if is_committed(save)]
-    settled: FilesRecord = client.connection.ask("settled", [save.token for save in record.begun], committed)
+    ended: FilesRecord = client.connection.ask("saves_ended", [save.token for save in record.begun], committed)
     client.pending.restarted()
-    return settled
+    return ended
 
 
 def _why(running: RunningGroup, checkpoint: str | None, world_size: int | None) -> str:

@@ -47,7 +47,7 @@ def submit_load(running: RunningGroup, path: str, revision: str | None, refused_
         running: The group.
         path: Path, URI or hub id.
         revision: Revision of a hub id.
-        refused_beside: Kind of a claim → why the load is refused while another holds such a claim.
+        refused_beside: Kind of a lock → why the load is refused while another driver holds one of that kind.
     """
     client, target = running.client, normal_path(locate(path, revision))
     return client.submit_same(

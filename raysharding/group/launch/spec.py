@@ -312,39 +312,39 @@ def open_spec(spec: GroupSpec, *, alone: bool = False) -> tuple[GroupSpec, Opene
     opener: Opener = open_config if spec.random_weights else open_checkpoint
 
     def open_anywhere(path: str) -> Checkpoint:
-        found = open_here(path, opener)
-        if found is None and not alone and join_announced():
-            found = open_on_a_node(path, opener, spec.timeouts.start_s)
-        if found is None:
-            found = opener(path)  # it raises: a cluster of this machine alone would see no more than this process
-        if found.adapter is not None or spec.config_overrides is None:
-            return found
-        return override_config(found, spec.config_overrides)
+        checkpoint = open_here(path, opener)
+        if checkpoint is None and not alone and join_announced():
+            checkpoint = open_on_a_node(path, opener, spec.timeouts.start_s)
+        if checkpoint is None:
+            checkpoint = opener(path)  # it raises: a cluster of this machine alone would see no more than this process
+        if checkpoint.adapter is not None or spec.config_overrides is None:
+            return checkpoint
+        return override_config(checkpoint, spec.config_overrides)
 
     opened = _opened(spec, open_anywhere)
     return spec, opened, not alone and join_announced()
 
 
 def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint]) -> Opened:
-    given = open_one(spec.checkpoint)
-    if given.adapter is None:
+    checkpoint = open_one(spec.checkpoint)
+    if checkpoint.adapter is None:
         if spec.base is not None:
-            raise ValueError(f"base={spec.base!r}, but {given.path} holds no LoRA adapters alone: leave base out")
+            raise ValueError(f"base={spec.base!r}, but {checkpoint.path} holds no LoRA adapters alone: leave base out")
         model = spec.model
         if isinstance(model, Adapted):
             model = replace(model, base=normal_path(spec.checkpoint))
-        return Opened(model, given, None)
-    adapted = Adapted.of_files(spec.model, given)
-    base = adapted.base or spec.base or _named_base(given)
+        return Opened(model, checkpoint, None)
+    adapted = Adapted.of_files(spec.model, checkpoint)
+    base = adapted.base or spec.base or _named_base(checkpoint)
     opened = open_one(base)
     if opened.adapter is not None:
         what = f"their base model, {base}, holds adapters as well: give base=, the path of a whole model"
-        raise CheckpointError(what, path=given.path)
-    return Opened(replace(adapted, base=normal_path(base)), opened, given)
+        raise CheckpointError(what, path=checkpoint.path)
+    return Opened(replace(adapted, base=normal_path(base)), opened, checkpoint)
 
 
 def _named_base(adapters: Checkpoint) -> str:
-    """Return the located hub id that adapter_config.json names; see SECURITY.md.
+    """Return the located hub id that adapter_config.json names.
 
     Raises:
         CheckpointError: It names nothing, or what a file must not choose for the caller: a path or a URI.

@@ -18,7 +18,7 @@ class StartPhase:
     """One phase of a start."""
 
     name: str
-    """What the driver did, or waited for."""
+    """Name of what the driver did, or waited for."""
     seconds: float
     """Seconds of the driver."""
     slowest: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""What crosses between driver, controller and rank: packed values, commands and their responses, exceptions as data."""
+"""Messages between driver, controller and rank: packed values, commands and responses, exceptions as data."""
 
 from raysharding.group.messages.commands import (
     COMMAND_BYTES,

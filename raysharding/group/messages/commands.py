@@ -25,7 +25,7 @@ Mode = Literal["train", "eval"] | None
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What one rank is to run."""
+    """A command for one rank."""
 
     method: str
     """Name of a method of `RankCommands`."""
@@ -48,10 +48,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """How a command ended on one rank."""
+    """Result or error of a command on one rank."""
 
     change: StateChange
-    """What it did to what the rank holds."""
+    """Change of the rank's weights and optimizer state."""
     error: RemoteError | None = None
     """The exception, `None` after success."""
     more: bool = False
@@ -66,7 +66,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """What a command did to a rank's weights and optimizer state.
+    """Change of a rank's weights and optimizer state by a command.
 
     Ranks that held one model before it hold one after it where their changes are equal and whole.
     """
@@ -74,9 +74,9 @@ class StateChange:
     whole: bool
     """True if no change was left half-way, by this command or an earlier one."""
     num_changes: int
-    """How often the command changed them."""
+    """Number of times that the command changed them."""
     num_collectives: int = field(default=0, compare=False)
-    """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
+    """Number of collectives that the rank began meanwhile: where ranks differ, the next ones would not match."""
     accumulates: bool = field(default=False, compare=False)
     """True if the rank holds gradients of `forward_backward` for the next update."""
 

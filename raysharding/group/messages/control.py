@@ -1,4 +1,4 @@
-"""What a driver and a group's controller say to each other. See `group/controller`."""
+"""Messages between a driver and a group's controller."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BegunSave:
 
 @dataclass(frozen=True, slots=True)
 class FilesRecord:
-    """Which files hold a group's model, as far as its controller knows."""
+    """The files that hold a group's model, as far as its controller knows."""
 
     origin: str
     """The newest files that hold the model, which a restart loads."""
@@ -69,7 +69,7 @@ class FilesRecord:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The other part of a call that two groups run together; see `group/controller/copy_pair.py`."""
+    """The other part of a call that two groups run together, as a `CopyPair`."""
 
     key: str
     """Identifies the pair."""
@@ -98,14 +98,14 @@ class Submission:
     shared: Part | None = None
     """Packed tuple of the values that all ranks share, for which `Shared` marks stand in `parts`."""
     output: OutputMode = "value"
-    """See `Command`."""
+    """`value`: each result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
     max_output_bytes: int | None = None
-    """See `Command`."""
+    """Cap on each packed result; `None` for results that are bounded otherwise."""
     watch_progress: bool = False
     """True if progress in bytes, which the ranks report, extends the deadline."""
     takes_steps: bool = False
-    """True if the call takes several steps; its result is rank 0's value of the last one. See `NEXT_STEP`."""
-    hands_on_steps: bool = False
+    """True if the call may take several steps (`NEXT_STEP`); its result is rank 0's value of the last one."""
+    waits_for_driver: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
     uses_gradients: bool = False
     """True if the call goes on from the gradients that the driver's last call has left."""
@@ -114,7 +114,7 @@ class Submission:
     generation: str = ""
     """`Snapshot.generation` as the driver knows it."""
     refused_beside: Mapping[str, str] = field(default_factory=dict)
-    """Kind of a claim → why the call is refused while another holds such a claim."""
+    """Kind of a lock → why the call is refused while another driver holds one of that kind."""
     save: BegunSave | None = None
     """The save that the call is."""
     is_async_save: bool = False
@@ -124,19 +124,19 @@ class Submission:
     joint: Joint | None = None
     """The call of another group that begins together with this one."""
     other: Submission | None = None
-    """That call; for the leader."""
+    """The call of `joint` in the other group; for the leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended."""
+    """Results or error of a call."""
 
     sent: tuple[Sent, ...] = ()
     """Results by rank; empty if the call failed."""
     error: GroupError | None = None
     """The failure."""
     raised: RemoteError | None = None
-    """What the rank raised that failed first; `None` if it died, hung or did not begin."""
+    """Exception of the rank that failed first; `None` if it died, hung or did not begin."""
     is_common: bool = False
     """True if all ranks raised errors of this type."""
     follows: bool = False
@@ -144,12 +144,12 @@ class Outcome:
     snapshot: Snapshot | None = None
     """The group after the call, if the call has changed what a snapshot says."""
     generation: str | None = None
-    """The generation that the error tells the driver of; see `Snapshot`."""
+    """`Snapshot.generation` after another driver's restart, of which the error tells; else `None`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What drivers know of a group without asking."""
+    """State of a group that drivers hold, without asking for each part."""
 
     version: int
     """Increases with each change."""
@@ -166,21 +166,21 @@ class Snapshot:
     ended_saves: Mapping[str, Exception | None] = field(default_factory=dict)
     """Token → the failure of a save in the background that has ended, `None` if it is committed."""
     notes: tuple[tuple[int, str], ...] = ()
-    """(number, line) of the last lines for people."""
+    """(number, line) of the last lines that drivers print."""
     generation: str = ""
     """Identifies the ranks from one restart to the next, after which the model is that of files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What a driver that attaches gets."""
+    """Reply of the controller to a driver that attaches."""
 
     snapshot: Snapshot
     """The group now."""
     spec: Packed | None
     """The `GroupSpec`; `None` while the group is made for the first time."""
     loaded: Packed | None
-    """What the load has found."""
+    """The packed `Loaded` of the group; `None` while the group is made for the first time."""
     where: str
     """Node and process of the controller, for errors."""
 
@@ -192,7 +192,7 @@ class StartPlan:
     actor_class: Any
     """Class of the ranks' actors."""
     concurrency_groups: Mapping[str, int]
-    """Its concurrency groups."""
+    """Concurrency groups of the actors."""
     titles: tuple[Any, ...]
     """What Ray calls each actor, by bundle."""
     world_size: int
@@ -202,9 +202,9 @@ class StartPlan:
     placement: Placement
     """Where the ranks may run."""
     place_s: float | None
-    """See `Timeouts`."""
+    """Longest wait for the ranks' resources, in seconds; `None` for the default of the cluster."""
     start_s: float
-    """See `Timeouts`."""
+    """Longest wait for the processes to start and finish their imports, in seconds."""
     paths: tuple[str, ...]
     """Files of the checkpoint; rank 0 runs on a node that sees them."""
     driver_node: str

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Stands in a batch for a value that all ranks share and that was packed once."""
+    """Mark in a batch for a value that all ranks share and that was packed once."""
 
     index: int
-    """Its place among the shared values."""
+    """Index of the value among the shared values."""
 
 
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -79,10 +79,10 @@ def record_exception(
 
     Args:
         error: The exception.
-        stage: See `RemoteError`.
-        phase: See `RemoteError`.
-        tensor: See `RemoteError`.
-        recovered: See `RemoteError`.
+        stage: `run`: while the ranks worked together; `output`: while this rank packed its result.
+        phase: What the rank was doing.
+        tensor: The tensor it last touched, in a load or save.
+        recovered: True if the module is right for later calls, provided that every rank raised alike.
     """
     cls = type(error)
     is_builtin = cls.__module__ == "builtins"

@@ -50,7 +50,7 @@ _MAX_TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Where an actor runs, as the actor reports it."""
+    """Node, process and files of an actor, as the actor reports them."""
 
     node_id: str
     """Ray's id of the node."""
@@ -175,7 +175,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def pin(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-        """Hold references to the blocks of a dataset; see `dataset_blocks.pin`."""
+        """Hold references to the blocks of a dataset, so that Ray keeps the blocks; `None` releases them."""
         from raysharding.group.rank.dataset_blocks import pin
 
         pin(key, refs)
@@ -268,10 +268,10 @@ def _snapshot(paths: Sequence[str]) -> str | None:
     from raysharding.checkpoint.storage import HubPath, split_path
 
     hub = HubPath.of_pinned(split_path(paths[0])[0]) if paths else None
-    found = None if hub is None else hub.cached()
-    if found is None or not all(os.path.exists(os.path.join(found, split_path(path)[1])) for path in paths):
+    cached = None if hub is None else hub.cached()
+    if cached is None or not all(os.path.exists(os.path.join(cached, split_path(path)[1])) for path in paths):
         return None
-    return found
+    return cached
 
 
 def _log_paths() -> tuple[str, ...]:

@@ -22,11 +22,11 @@ from raysharding.distributed.comm import (
     is_accelerator,
     join_process_group,
     leave_process_group,
-    let_segments_grow,
     measure_link,
     serve_store,
     set_current_device,
     share_device,
+    use_expandable_segments,
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
@@ -55,7 +55,7 @@ from raysharding.worker import Worker, thread_state_restored
 _STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
 _IN_STEPS = ("state_dict", "evaluate")
-"""Commands that are generators; see `NEXT_STEP`."""
+"""Commands that are generators: the controller asks for the next value by `NEXT_STEP`."""
 
 
 class RankCommands:
@@ -138,7 +138,7 @@ class RankCommands:
         os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
         if is_accelerator(device):
             if not place.shares_device:  # whose ranks may pass tensors to other processes of the GPU, by CUDA IPC
-                let_segments_grow(device)
+                use_expandable_segments(device)
             set_current_device(device)
             if place.shares_device:
                 share_device(device)

@@ -48,7 +48,7 @@ class DatasetBlocks(BlockSource):
 
     @property
     def types(self) -> Any:
-        """See `BlockSource.types`."""
+        """`common_schema` of all rows."""
         return schema_from_text(self.schema)
 
     def read(self, block: int) -> Reader:

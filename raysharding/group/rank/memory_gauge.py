@@ -18,7 +18,7 @@ def export_memory(group: str, rank: int, status: Callable[[], Mapping[str, Any]]
     Args:
         group: The tag `group`.
         rank: The tag `rank`.
-        status: Returns the rank's status; see `RankStatus`.
+        status: Returns the rank's status, with the keys `host_bytes` and `device_bytes`.
     """
     described = "Memory of a rank in bytes: resident on the host, and allocated by torch on its device"
     gauge = Gauge("raysharding_memory_bytes", described, tag_keys=("group", "rank", "kind"))

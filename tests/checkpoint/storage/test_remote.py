@@ -15,7 +15,7 @@ from raysharding.checkpoint import Checkpoint, FileReader, identify, identify_fi
 from raysharding.checkpoint.format import read_beside
 from raysharding.checkpoint.format.sidecars import read_sidecar
 from raysharding.checkpoint.storage import file_system_type, storage_of
-from raysharding.checkpoint.storage.interface import Found
+from raysharding.checkpoint.storage.interface import FileStat
 from raysharding.checkpoint.storage.remote import RemoteFile, connect
 from raysharding.checkpoint.storage.requests import RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, normal_path, split_path
@@ -177,7 +177,7 @@ def test_a_short_answer_is_no_answer() -> None:
     handle = pyarrow.BufferReader(bytes(range(100)))
     buffer = bytearray(80)
     options = RemoteOptions(num_tries=2, backoff_s=0.01)
-    file = RemoteFile("x://y", handle, Found("file", 150), Requests(options))
+    file = RemoteFile("x://y", handle, FileStat("file", 150), Requests(options))
     assert file.fill(20, [memoryview(buffer)]) == 80
     assert buffer == bytes(range(20, 100))
     with pytest.raises(CheckpointError, match="tried 2 times: the answer has 50 bytes instead of 80"):

@@ -44,7 +44,7 @@ def within(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = local_storage.LocalFile.fill
 
     def checked(self: Any, offset: int, views: Any) -> int:
-        assert 0 <= offset <= offset + sum(view.nbytes for view in views) <= self.found.num_bytes
+        assert 0 <= offset <= offset + sum(view.nbytes for view in views) <= self.stat.num_bytes
         return fill(self, offset, views)
 
     monkeypatch.setattr(local_storage.LocalFile, "fill", checked)

@@ -29,9 +29,9 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
 def test_segments_grow_unless_the_user_has_set_the_allocator() -> None:
     """torch reads the variable at the allocator's first use, which is after its import."""
     code = (
-        "import os, torch; from raysharding.distributed.comm import let_segments_grow\n"
-        "before = dict(os.environ); let_segments_grow(torch.device('cpu')); assert os.environ == before\n"
-        "let_segments_grow(torch.device('cuda:0')); print(torch._C._accelerator_getAllocatorSettings())"
+        "import os, torch; from raysharding.distributed.comm import use_expandable_segments\n"
+        "before = dict(os.environ); use_expandable_segments(torch.device('cpu')); assert os.environ == before\n"
+        "use_expandable_segments(torch.device('cuda:0')); print(torch._C._accelerator_getAllocatorSettings())"
     )
     kept = {name: value for name, value in os.environ.items() if "ALLOC" not in name}
     for variables, expected in (

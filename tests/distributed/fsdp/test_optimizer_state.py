@@ -46,7 +46,7 @@ from raysharding.distributed import (
 from raysharding.distributed.fully_shard import TensorTable
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.optim import adapt
-from raysharding.distributed.saving.optimizer_files import OptimizerLoad
+from raysharding.distributed.saving.optimizer_state import OptimizerLoad
 from raysharding.errors import CheckpointError, PlanError
 from tests.distributed.checks import on_ranks
 from tests.spawn import device_type, run_ranks

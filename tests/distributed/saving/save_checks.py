@@ -136,7 +136,7 @@ def check_a_save_in_the_background(root: Path) -> None:
     saver.save(module, Destination(str(target)), optimizer=optimizer)
     for _ in range(3):
         step()
-    saver.settle()
+    saver.wait()
     assert saver.last_committed == str(target)
     after = contents()
     load_checkpoint(module, target)
@@ -164,7 +164,7 @@ def check_no_memory_for_a_copy(root: Path) -> None:
     assert all("no memory for the copy" in error and "async_save=False" in error for error in errors), errors
     assert dist.get_rank() != 0 or not any("no-memory" in name for name in os.listdir(root / "saves"))
     saver.save(module, Destination(str(target)))
-    saver.settle()
+    saver.wait()
     assert saver.last_committed == str(target)
 
 
@@ -184,7 +184,7 @@ def check_full_disk(root: Path) -> None:
     assert all("No space left" in error for error in errors), errors
     saver = AsyncSaver()
     number = saver.save(wide, Destination(str(target), overwrite=True))
-    saver.settle()
+    saver.wait()
     status = saver.status(number)
     assert status is not None
     assert "No space left" in str(status.error)

@@ -48,7 +48,7 @@ def export(root: Path) -> None:
         assert report.num_bytes == sum(tensor.nbytes for tensor in held(root / name).values())
     saver = AsyncSaver()
     number = saver.save(module, Destination(str(root / "background"), dtype=torch.bfloat16))
-    saver.settle()
+    saver.wait()
     status = saver.status(number)
     assert status is not None
     assert status.report is not None, status.error

@@ -81,7 +81,7 @@ def fine_tune(root: Path) -> None:
     dist.barrier()
     saver = AsyncSaver()
     saver.save(module, Destination(str(root / "out"), True, None, Sidecars(str(root / "base"))))
-    saver.settle()
+    saver.wait()
 
 
 def test_a_fine_tuned_encoder_opens_with_its_modules(tmp_path: Path) -> None:

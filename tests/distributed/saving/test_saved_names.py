@@ -39,7 +39,7 @@ def test_what_a_store_is_sent_comes_in_the_order_of_the_file(tmp_path: Path) -> 
     ARCHITECTURES["mixtral"].make().save_pretrained(tmp_path)
     module = build_module(None, open_checkpoint(tmp_path), None)
     layout = saved_layout(module, dict(module.named_parameters()))
-    names = file_writing._as_sources_lie(list(layout), layout)
+    names = file_writing._in_source_order(list(layout), layout)
     assert sorted(names) == sorted(layout)
     reached: dict[str, int] = {}
     for run in (run for name in names for run in layout[name].runs):

@@ -191,7 +191,7 @@ def test_an_error_raised_again_has_no_longer_traceback(group: ShardedModelGroup)
 
 
 def test_rows_that_every_rank_computes_are_told_once(group: ShardedModelGroup) -> None:
-    group._told.clear()
+    group._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group.forward(Same(ROWS))

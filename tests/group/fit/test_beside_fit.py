@@ -103,7 +103,7 @@ def test_the_end_of_a_run_is_the_end_of_its_claim(fresh: ShardedModelGroup) -> N
     """Ray may bring the controller what comes next before it brings the end: the run waits for the answer."""
     controller = int(fresh._client.connection.where.rpartition(" ")[2])
     later = threading.Timer(1.0, os.kill, (controller, signal.SIGCONT))
-    with fresh._fits.running(fresh._client):
+    with fresh._run_lock.running(fresh._client):
         os.kill(controller, signal.SIGSTOP)
         later.start()
     assert later.finished.is_set(), "the controller has answered"

@@ -1,4 +1,4 @@
-"""Optimizer state in a save: tensors as checkpoint files, the rest as JSON, in a folder beside the model.
+"""Optimizer state in a save, written and loaded: tensors as checkpoint files, the rest as JSON, beside the model.
 
 Format of `optimizer/raysharding.optimizer.json`: {"format_version": 1, "outline": `OptimizerSnapshot.outline`}. The
 tensors are a checkpoint of their own beside that file, under `FQN/name`. Nothing is pickled or depends on the world
@@ -29,7 +29,7 @@ from raysharding.distributed.saving.file_writers import write_tensors
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 
 FORMAT_VERSION = 1
-"""Of the optimizer's and the training state's JSON files; the only version so far."""
+"""Version of the JSON files of optimizer and training state; the only one so far."""
 
 
 def write_optimizer(
@@ -45,12 +45,12 @@ def write_optimizer(
 
     Args:
         tensors: Tensors of the snapshot.
-        outline: Outline of the snapshot.
+        outline: The snapshot's outline: all but its tensors, as JSON.
         staging: Temporary directory of the save.
-        device: See `write_tensors`, also for the other arguments.
+        device: Device of the messages.
         stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called with the bytes written so far.
-        token: Of the save.
+        token: Of the save; with a URI, part of the files' names.
 
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
@@ -60,8 +60,8 @@ def write_optimizer(
     with agreeing():
         if get_rank() == 0:
             written.finish(directory)
-            found = {"format_version": FORMAT_VERSION, "outline": outline}
-            write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
+            fields = {"format_version": FORMAT_VERSION, "outline": outline}
+            write_file(directory, OPTIMIZER_NAME, json.dumps(fields).encode("ascii"))
 
 
 def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
@@ -95,8 +95,8 @@ def load_optimizer_state(
             (including the learning rate) are replaced. State that the save lacks is dropped.
         checkpoint: Path or URI of the save, or of a file in it.
         loading: Options of the transfer: `transport`, `verify`, buckets; dtypes stay as saved.
-        progress: See `load_checkpoint`.
-        stall_s: See `load_checkpoint`.
+        progress: Called on every rank as `progress(phase, bytes done, bytes in total, tensor)`.
+        stall_s: Longest wait for one bucket, in seconds.
 
     Returns:
         The same report on every rank. Cost as for `load_checkpoint`.

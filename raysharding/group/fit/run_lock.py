@@ -1,6 +1,7 @@
-"""`FitLock`: one `fit` or `predict` runs on a group at a time, and nothing else changes the model during it.
+"""`RunLock`: one `fit` or `predict` runs on a group at a time, and nothing else changes the model during it.
 
-The claim at the controller holds for all drivers; this driver's own calls are refused without asking there.
+It stands for the controller's `ModelLock`, which binds all drivers: this driver's own calls are refused without asking
+there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ REFUSED_BESIDE = {
     "predict": "its rows would come from different weights",
     "forward_backward": "the gradients of one step would be of two drivers",
 }
-"""Kind of a claim → why calls that change the model are refused beside it."""
+"""Kind of a lock → why calls that change the model are refused beside it."""
 
 
-class FitLock:
+class RunLock:
     """Held by the `fit` or `predict` that runs on a group, also through restarts of its ranks. Thread-safe."""
 
     def __init__(self) -> None:
@@ -52,13 +53,13 @@ class FitLock:
         return self._running is not None
 
     @property
-    def claim(self) -> tuple[str, str] | None:
-        """Kind and key of the claim; a restart takes it again, because a controller that is new has none."""
+    def held(self) -> tuple[str, str] | None:
+        """Kind and key of the controller's lock; a restart takes it again, because a new controller has none."""
         return None if self._running is None else (self._what, self._running)
 
     @contextmanager
     def running(self, client: Client, what: str = "fit") -> Iterator[None]:
-        """Return a context in which a `fit` or `predict` holds the lock, and the claim of the group.
+        """Return a context in which a `fit` or `predict` holds this lock, and the controller's.
 
         Args:
             client: The group.
@@ -79,12 +80,12 @@ class FitLock:
                 self._running, self._is_interrupted, self._what = run, False, what
                 if what == "fit":
                     self._last_step = None
-            client.take_claim(what, run)
+            client.take_lock(what, run)
             yield
         finally:
             if self._running is run:
                 try:
-                    client.release_claim(run)
+                    client.release_lock(run)
                 finally:
                     self._running = None
 

@@ -67,18 +67,18 @@ def test_gradients_of_an_accumulation_are_one_drivers_alone(
     beside = "refused while an open accumulation"
     for one in [add(first, SMALL), first.optim_step.remote(), add(first, SMALL)]:
         one.result()
-    refused(lambda: add(second, LARGE).result(), beside)  # the claim is of what the ranks hold, not of the first call
+    refused(lambda: add(second, LARGE).result(), beside)  # the lock is of what the ranks hold, not of the first call
     refused(lambda: second.clip_grad_norm_(1e-6), beside)
     refused(lambda: first.fit([{"input": [1.0] * 8}], batch_size=1, progress=False), "optim_step or zero_grad ends it")
     assert norm(first) == alone
-    assert norm(second, SMALL) == alone, "the step has released the claim"
+    assert norm(second, SMALL) == alone, "the step has released the lock"
 
     calls = [add(first, SMALL, wrong), add(first, SMALL)]
     refused(calls[0].result, "raised")
     calls[1].result()
     refused(lambda: add(second, LARGE).result(), beside)
     refused(add(first, SMALL, wrong).result, "raised")
-    assert norm(second, SMALL) == alone, "the gradients are gone with the failure, and so is the claim"
+    assert norm(second, SMALL) == alone, "the gradients are gone with the failure, and so is the lock"
 
     add(first, SMALL).result()
     first.load(checkpoint)
@@ -114,7 +114,7 @@ def test_a_restart_by_another_driver_is_told_before_the_model_changes(
     first, second = both
     add(first, SMALL).result()
     kill(first, second)
-    with first._fits.running(first._client):
+    with first._run_lock.running(first._client):
         refused(second.restart, "restart is refused while fit of")  # which restarts by itself
     second.restart()
     assert first.forward(SMALL).shape == (4, 4), "what changes nothing needs not know"
