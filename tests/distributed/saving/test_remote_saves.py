@@ -23,7 +23,7 @@ from raysharding.distributed.saving import file_writers as file_writing
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_in_order
 from raysharding.errors import CheckpointError
 from tests.distributed.models import filled
-from tests.distributed.transfer.test_plan import ranges_of, tensors
+from tests.distributed.transfer.test_transfer import ranges_of, tensors
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
 from tests.spawn import device_type, part_of_ranks, run_ranks
