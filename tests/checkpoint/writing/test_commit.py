@@ -21,22 +21,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from raysharding.checkpoint import FileReader, open_checkpoint
+from raysharding.checkpoint import FileReader, open_checkpoint, writing
 from raysharding.checkpoint.format import new_token, staging_path
 from raysharding.checkpoint.format.index import FileSet, resolve_files
 from raysharding.checkpoint.storage.remote import Storage
-from raysharding.checkpoint.writing import (
-    FileWriter,
-    check_destination,
-    commit,
-    commit_staging,
-    create_staging,
-    file_names,
-    plan_files,
-    remove_staging,
-    write_file,
-    write_index,
-)
+from raysharding.checkpoint.writing import FileWriter, create_staging
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, save
 from tests.checkpoint.staged import StagedDirectory
@@ -46,7 +35,7 @@ def save_value(final: Path, value: int, *, overwrite: bool = False) -> None:
     with StagedDirectory(final, overwrite=overwrite) as staged:
         tensors = {"a": torch.full((1000,), value), "b": torch.tensor(value)}
         save(Path(staged.path) / "model.safetensors", tensors, {"value": str(value)})
-        write_file(staged.path, "config.json", b'{"value": %d}' % value)
+        writing.write_file(staged.path, "config.json", b'{"value": %d}' % value)
         staged.commit()
 
 
@@ -66,7 +55,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_a_save_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
-    check_destination(tmp_path / "out" / "deep" / "ckpt", overwrite=False)
+    writing.check_destination(tmp_path / "out" / "deep" / "ckpt", overwrite=False)
     assert names(tmp_path) == []
     save_value(tmp_path / "out" / "deep" / "ckpt", 1)
     assert load_value(tmp_path / "out" / "deep" / "ckpt") == 1
@@ -139,9 +128,9 @@ def test_ranks_share_one_staging_directory(tmp_path: Path) -> None:
     save(Path(staging) / "model.safetensors", {"a": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="cannot make a directory: File exists"):
         create_staging(tmp_path / "ckpt", overwrite=False, token=token)
-    commit_staging(staging, tmp_path / "ckpt", overwrite=False)
+    writing.commit_staging(staging, tmp_path / "ckpt", overwrite=False)
     assert names(tmp_path / "ckpt") == ["model.safetensors"]
-    remove_staging(staging)  # gone already: fine
+    writing.remove_staging(staging)  # gone already: fine
 
 
 def test_of_two_saves_to_one_place_the_second_is_refused(tmp_path: Path) -> None:
@@ -164,7 +153,7 @@ def test_a_save_killed_between_two_renames_is_found_by_the_loader(tmp_path: Path
 def test_without_exchange_two_renames_do_and_the_second_one_failing_puts_the_old_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(writing.commit, "_exchange", lambda first, second: False)
     for value in (0, 1):
         save_value(tmp_path / "ckpt", value, overwrite=True)
         assert load_value(tmp_path / "ckpt") == value
@@ -227,7 +216,7 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_opened_anew(
                 other = "model.safetensors" if files.index_path else "model-00001-of-00001.safetensors"
                 save(Path(staged.path) / other, {"c": torch.zeros(1)})
                 if not files.index_path:
-                    write_index(staged.path, {"c": other}, 4)
+                    writing.write_index(staged.path, {"c": other}, 4)
                 staged.commit()
         return files
 
@@ -424,7 +413,7 @@ def test_a_write_that_the_kernel_refuses_names_file_and_tensor(tmp_path: Path) -
     assert caught.value.tensor == "b"
     assert not path.exists()
     with largest_file(8), pytest.raises(CheckpointError, match="cannot be written"):
-        write_file(str(tmp_path), "config.json", b"0123456789")
+        writing.write_file(str(tmp_path), "config.json", b"0123456789")
     with largest_file(8), pytest.raises(CheckpointError, match="cannot be written"):
         save(path, {"a": torch.zeros(100)})
     assert not path.exists()
@@ -467,7 +456,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_temporary_files(tmp_path: 
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 8))
 def test_the_file_plan_is_a_balanced_partition(sizes: dict[str, int], num_files: int) -> None:
-    files = plan_files(sizes, num_files)
+    files = writing.plan_files(sizes, num_files)
     assert sorted(name for names in files for name in names) == sorted(sizes)
     assert len(files) == max(1, min(num_files, len(sizes)))
     assert all(files) or not sizes
@@ -477,12 +466,12 @@ def test_the_file_plan_is_a_balanced_partition(sizes: dict[str, int], num_files:
     totals = [sum(sizes[name] for name in names) for names in files]
     largest = max(sizes.values(), default=0)
     assert max(totals) - min(totals) <= largest
-    assert plan_files(sizes, num_files) == files
+    assert writing.plan_files(sizes, num_files) == files
 
 
 def test_the_largest_tensors_are_dealt_first_and_files_have_standard_names() -> None:
-    assert plan_files({"a": 1, "b": 1, "c": 2}, 2) == (("c",), ("a", "b"))
-    assert plan_files({"a": 0, "b": 0, "c": 0}, 3) == (("a",), ("b",), ("c",))
-    assert plan_files({}, 3) == ((),)
-    assert file_names(3) == tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
-    assert file_names(1) == ("model.safetensors",)
+    assert writing.plan_files({"a": 1, "b": 1, "c": 2}, 2) == (("c",), ("a", "b"))
+    assert writing.plan_files({"a": 0, "b": 0, "c": 0}, 3) == (("a",), ("b",), ("c",))
+    assert writing.plan_files({}, 3) == ((),)
+    assert writing.file_names(3) == tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+    assert writing.file_names(1) == ("model.safetensors",)

@@ -13,18 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import SaveRecord
+from raysharding.checkpoint import SaveRecord, writing
 from raysharding.checkpoint.format import MANIFEST_NAME, new_token
-from raysharding.checkpoint.writing import (
-    check_numbered,
-    create_staging,
-    newest_save,
-    remove_left_overs,
-    remove_older,
-    remove_staging,
-    remove_unfinished,
-    write_file,
-)
+from raysharding.checkpoint.writing import create_staging
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
 from tests.checkpoint.staged import StagedDirectory
@@ -39,8 +30,8 @@ def save_a(path: Path) -> None:
 
 
 def test_the_newest_save_is_found_and_nothing_else(tmp_path: Path) -> None:
-    assert newest_save(str(tmp_path / "nothing"), "step-") is None
-    assert newest_save(str(tmp_path), "step-") is None
+    assert writing.newest_save(str(tmp_path / "nothing"), "step-") is None
+    assert writing.newest_save(str(tmp_path), "step-") is None
     for name in ("step-9", "step-10", "other-11", "step-12"):
         save_a(tmp_path / name)
         (tmp_path / name / "model.safetensors").write_bytes(b"")
@@ -49,7 +40,7 @@ def test_the_newest_save_is_found_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "step-13" / "model.safetensors").write_bytes(b"")
     staging = Path(create_staging(str(tmp_path / "step-14"), overwrite=False))  # a save_a that was killed
     save_a(staging / "step-15")
-    assert newest_save(str(tmp_path), "step-") == str(tmp_path / "step-10")
+    assert writing.newest_save(str(tmp_path), "step-") == str(tmp_path / "step-10")
 
 
 def test_what_is_no_older_save_stays(tmp_path: Path) -> None:
@@ -59,7 +50,7 @@ def test_what_is_no_older_save_stays(tmp_path: Path) -> None:
     (tmp_path / "step-0").mkdir()  # no save_a of ours
     (tmp_path / "step-0" / "notes").write_text("keep")
     (tmp_path / "step-02").write_text("a file")
-    remove_older(tmp_path / "step-3", 2)  # a larger number, which has been gone back from, does not count
+    writing.remove_older(tmp_path / "step-3", 2)  # a larger number, which has been gone back from, does not count
     assert sorted(os.listdir(tmp_path)) == sorted([*names[2:], "step-0", "step-02"])
 
 
@@ -92,7 +83,7 @@ def test_what_killed_processes_of_other_hosts_left_goes_by_age(tmp_path: Path) -
     (tmp_path / ".step-1.tmp-dddddddddddd").symlink_to(tmp_path / "step-2", target_is_directory=True)
     os.utime(tmp_path / ".step-1.tmp-cccccccccccc", (0, 0))
     there = sorted(os.listdir(tmp_path))
-    remove_left_overs(tmp_path / "step-2")
+    writing.remove_left_overs(tmp_path / "step-2")
     assert sorted(os.listdir(tmp_path)) == [name for name in there if name not in stale]
 
 
@@ -130,18 +121,18 @@ def test_what_killed_processes_of_this_host_left_goes_at_once_and_live_ones_stay
         kill(write_and_wait(tmp_path / f"other-{name}"))
         assert len(os.listdir(tmp_path)) == 7
         os.utime(tmp_path / living, (0, 0))  # age alone says nothing of one whose writer lives
-        remove_left_overs(tmp_path / name)
+        writing.remove_left_overs(tmp_path / name)
         assert [found for found in os.listdir(tmp_path) if not found.startswith(".other")] == [living]
     finally:
         kill(alive)
-    remove_left_overs(tmp_path / name)
+    writing.remove_left_overs(tmp_path / name)
     assert len(os.listdir(tmp_path)) == 1
 
 
 def test_of_a_row_those_of_smaller_numbers_go_too(tmp_path: Path) -> None:
     for number in (1, 3):
         kill(write_and_wait(tmp_path / f"step-{number}"))
-    remove_left_overs(tmp_path / "step-2")
+    writing.remove_left_overs(tmp_path / "step-2")
     (found,) = os.listdir(tmp_path)
     assert found.startswith(".step-3.tmp-")
 
@@ -150,10 +141,10 @@ def test_one_save_of_many_is_cleared_up_after_by_its_token(tmp_path: Path) -> No
     tokens = [new_token() for _ in range(2)]
     for token in tokens:
         create_staging(tmp_path / "step-1", overwrite=False, token=token)
-    remove_unfinished(str(tmp_path / "step-1"), tokens[0])
+    writing.remove_unfinished(str(tmp_path / "step-1"), tokens[0])
     (found,) = os.listdir(tmp_path)
     assert tokens[1] in found
-    remove_staging(str(tmp_path / found))
+    writing.remove_staging(str(tmp_path / found))
 
 
 def test_a_symlink_is_not_followed_out_of_the_directory(tmp_path: Path) -> None:
@@ -162,7 +153,7 @@ def test_a_symlink_is_not_followed_out_of_the_directory(tmp_path: Path) -> None:
     runs.mkdir()
     (runs / "step-1").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     save_a(runs / "step-2")
-    remove_older(runs / "step-2", 1)
+    writing.remove_older(runs / "step-2", 1)
     assert (tmp_path / "elsewhere" / MANIFEST_NAME).exists()
     assert sorted(os.listdir(runs)) == ["step-1", "step-2"]
 
@@ -170,10 +161,10 @@ def test_a_symlink_is_not_followed_out_of_the_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "is_fine"), [("step-1", True), ("1", True), ("v2.0-final", True), ("model", False)])
 def test_a_name_needs_a_number(tmp_path: Path, name: str, is_fine: bool) -> None:
     if is_fine:
-        check_numbered(tmp_path / name)
+        writing.check_numbered(tmp_path / name)
         return
     with pytest.raises(ValueError, match=r"keep_last keeps saves by the number in their names, and .*model.* has none"):
-        check_numbered(tmp_path / name)
+        writing.check_numbered(tmp_path / name)
 
 
 OURS = {
@@ -220,7 +211,7 @@ def save_one(final: Path, value: float = 1.0, sidecars: dict[str, bytes] | None 
         save(Path(staged.path) / "model.safetensors", {"a": torch.full((3,), value)})
         SaveRecord.of("0a1b", sidecars or {}).write(staged.path)
         for name, data in (sidecars or {}).items():
-            write_file(staged.path, name, data)
+            writing.write_file(staged.path, name, data)
         staged.commit()
 
 
@@ -266,7 +257,7 @@ def test_small_files_that_a_save_copied_are_replaced_until_they_are_changed(tmp_
     with pytest.raises(CheckpointError, match=r"wrote: 2_Dense/a/mine, tokenizer.json;"):
         save_one(tmp_path / "out", 3.0)
     fill(tmp_path / "step-1", files_of(tmp_path / "out") | {"raysharding.manifest.json": b"{}"})
-    remove_older(tmp_path / "step-2", 1)
+    writing.remove_older(tmp_path / "step-2", 1)
     assert files_of(tmp_path / "step-1") == {"tokenizer.json": b"edited", "2_Dense/a/mine/config.json": b"mine"}
 
 
@@ -302,9 +293,9 @@ def test_a_parent_that_nobody_may_write_to_is_named_with_the_cure(without_rights
     without_rights.chmod(0o555)
     with pytest.raises(CheckpointError, match=f"Permission denied; .*so {without_rights} must be writable.*: save to"):
         save_one(without_rights / "out")
-    remove_unfinished(str(without_rights / "out"), "0" * 12)
+    writing.remove_unfinished(str(without_rights / "out"), "0" * 12)
     without_rights.chmod(0)
-    remove_unfinished(str(without_rights / "out"), "0" * 12)  # out of sight: nothing is known of it
+    writing.remove_unfinished(str(without_rights / "out"), "0" * 12)  # out of sight: nothing is known of it
     without_rights.chmod(0o755)
 
 
@@ -316,10 +307,10 @@ def test_older_saves_go_and_what_was_put_beside_them_stays(tmp_path: Path) -> No
         SaveRecord.of("0a1b", copied).write(str(tmp_path / f"step-{number}"))
     theirs = {"eval.json": b"[1]", "vocab.txt": b"edited", "runs/events": b"curve", "optimizer/notes.txt": b"mine"}
     fill(tmp_path / "step-2", theirs)
-    remove_older(tmp_path / "step-3", 1)
+    writing.remove_older(tmp_path / "step-3", 1)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
     assert files_of(tmp_path / "step-2") == theirs
-    remove_older(tmp_path / "step-3", 1)
+    writing.remove_older(tmp_path / "step-3", 1)
     assert files_of(tmp_path / "step-2") == theirs
 
 

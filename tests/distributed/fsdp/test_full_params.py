@@ -17,17 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    full_optim_state_dict,
-    gather_state_dict,
-    init_mesh,
-    named_parameters,
-    shard_module,
-    state_dict_type,
-    summon_full_params,
-)
+from raysharding.distributed import init_mesh, shard_module, state_dict_type, summon_full_params
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
 from tests.distributed import models
@@ -76,7 +68,7 @@ def test_values(root: Path) -> None:
         module.narrow.requires_grad_(False)
         module(IDS)  # the root keeps its full parameters registered
         assert module.large.dtype == (torch.float32 if sharding.mixed_precision is None else torch.bfloat16)
-        shards = {name: local_tensor(p).data_ptr() for name, p in dict(named_parameters(module)).items()}
+        shards = {name: local_tensor(p).data_ptr() for name, p in dict(rs.named_parameters(module)).items()}
         with summon_full_params(module), summon_theirs(oracle):
             found, wanted = dict(module.named_parameters()), theirs_named(oracle)
             assert list(found) == list(wanted)
@@ -89,7 +81,7 @@ def test_values(root: Path) -> None:
             assert module.head.weight is module.embed.weight
             assert set(module.state_dict()) == set(filled().state_dict())
         require_shards(module)
-        assert {name: local_tensor(p).data_ptr() for name, p in dict(named_parameters(module)).items()} == shards
+        assert {name: local_tensor(p).data_ptr() for name, p in dict(rs.named_parameters(module)).items()} == shards
 
 
 @on_ranks(1, 3, full=(2, 4), sim=(4,))
@@ -240,7 +232,7 @@ def test_several_roots() -> None:
     require_equal(pair.left, bumped(seed=1))
     require_equal(pair.right, bumped(seed=2))
     assert pair.factor.item() == rank() + 1.0
-    wrapped = DistModule(ours())
+    wrapped = rs.DistModule(ours())
     with summon_full_params(wrapped):
         bump(wrapped)
     require_equal(wrapped.module, bumped())
@@ -270,7 +262,7 @@ def test_parts_of_several_strategies(root: Path) -> None:
         assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         optimizer.step()
-        held = full_optim_state_dict(module, optimizer, rank0_only=False)["state"]
+        held = rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"]
         torch.testing.assert_close(held["blocks.0.weight"]["momentum_buffer"], expected.blocks[0].weight.grad)
 
 
@@ -395,7 +387,7 @@ def _check_refusals(module: Any, reference: Odd, rank0_only: bool) -> None:
             lambda: loss.backward(retain_graph=True),
             module.unshard,
             module.double,
-            lambda: list(gather_state_dict(module)),
+            lambda: list(rs.gather_state_dict(module)),
             second,
         ):
             found = outcomes(refused)

@@ -11,38 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    apply,
-    fsdp_modules,
-    get_state_dict_type,
-    init_mesh,
-    named_buffers,
-    named_parameters,
-    params_with_grad,
-    set_state_dict_type,
-    shard_module,
-    state_dict_type,
-    summon_full_params,
-)
+from raysharding.distributed import init_mesh, shard_module, state_dict_type, summon_full_params
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
 from tests.distributed import models
@@ -105,7 +85,7 @@ def test_full(root: Path) -> None:
             found = model.state_dict()
             assert list(found) == list(expected)
             assert str(model.load_state_dict(found)) == "<All keys matched successfully>"
-    with state_dict_type(DistModule(wrapped["inner"]), FULL):
+    with state_dict_type(rs.DistModule(wrapped["inner"]), FULL):
         assert same(wrapped["inner"].state_dict()["large"], expected["large"])
 
 
@@ -192,7 +172,7 @@ def test_sharded() -> None:
             assert str(other.load_state_dict(found)) == "<All keys matched successfully>"
         require_equal(other, filled())
         oracle = _on_a_mesh()
-        with FullyShardedDataParallel.state_dict_type(oracle, SHARDED, ShardedStateDictConfig()):
+        with FullyShardedDataParallel.state_dict_type(oracle, SHARDED, fsdp.ShardedStateDictConfig()):
             wanted = oracle.state_dict()
         assert list(wanted) == list(found)
         for name, value in found.items():
@@ -232,7 +212,7 @@ def test_local(root: Path) -> None:
     world_size = dist.get_world_size()
     for index, sharding in enumerate(shardings()):
         module, path = ours(sharding), root / f"local-{world_size}-{index}"
-        with state_dict_type(module, LOCAL, LocalStateDictConfig(offload_to_cpu=True)):
+        with state_dict_type(module, LOCAL, fsdp.LocalStateDictConfig(offload_to_cpu=True)):
             found = module.state_dict()
         assert list(found) == list(filled().state_dict())
         assert found["head.weight"].to_local().data_ptr() == local_tensor(module.embed.weight).data_ptr()
@@ -266,7 +246,7 @@ def test_local(root: Path) -> None:
             assert all(text.startswith("PlanError") and key in text and word in text for text in errors), errors
     with torch.device("meta"):
         empty = Odd()
-    fully_shard(empty, mesh=init_mesh(device_type()), ignored_params={empty.scale})
+    fsdp.fully_shard(empty, mesh=init_mesh(device_type()), ignored_params={empty.scale})
     assert all("materialize" in text for text in outcomes(lambda: _load(empty, LOCAL, found)))
 
 
@@ -305,7 +285,7 @@ def test_inner_modules(root: Path) -> None:
                 result = module.get_submodule(name).load_state_dict(state if rank() == 0 else {})
                 assert str(result) == "<All keys matched successfully>"
                 expected.get_submodule(name).load_state_dict(state)
-            assert get_state_dict_type(module.blocks[0]).state_dict_config is config
+            assert rs.get_state_dict_type(module.blocks[0]).state_dict_config is config
             with state_dict_type(module.blocks[0], SHARDED):
                 assert isinstance(module.blocks[0].state_dict()["weight"], DTensor)
             assert ("weight" in module.blocks[0].state_dict()) == (not rank0_only or rank() == 0)
@@ -362,9 +342,9 @@ def test_extra_state() -> None:
 def test_settings() -> None:
     """Forms nest, and go when their context does, by an exception too, after which FSDP1's stays."""
     module, oracle = ours(), theirs()
-    assert get_state_dict_type(module).state_dict_type is SHARDED
+    assert rs.get_state_dict_type(module).state_dict_type is SHARDED
     with pytest.raises(KeyError), state_dict_type(module, FULL, RANK_0_ONLY):  # noqa: PT012
-        settings = get_state_dict_type(module)
+        settings = rs.get_state_dict_type(module)
         assert (settings.state_dict_type, settings.state_dict_config) == (FULL, RANK_0_ONLY)
         with state_dict_type(module, LOCAL):
             assert isinstance(module.state_dict()["narrow"], DTensor)
@@ -376,12 +356,12 @@ def test_settings() -> None:
     with pytest.raises(KeyError), FullyShardedDataParallel.state_dict_type(oracle, LOCAL):
         raise KeyError
     assert FullyShardedDataParallel.get_state_dict_type(oracle).state_dict_type is LOCAL
-    assert set_state_dict_type(module, FULL).state_dict_type is SHARDED
-    assert set_state_dict_type(module, LOCAL).state_dict_type is FULL
+    assert rs.set_state_dict_type(module, FULL).state_dict_type is SHARDED
+    assert rs.set_state_dict_type(module, LOCAL).state_dict_type is FULL
     with pytest.raises(ValueError, match="ShardedStateDictConfig"):
-        set_state_dict_type(module, SHARDED, FullStateDictConfig())
-    set_state_dict_type(module, FULL, None, FullOptimStateDictConfig())
-    assert isinstance(get_state_dict_type(module).optim_state_dict_config, FullOptimStateDictConfig)
+        rs.set_state_dict_type(module, SHARDED, FullStateDictConfig())
+    rs.set_state_dict_type(module, FULL, None, fsdp.FullOptimStateDictConfig())
+    assert isinstance(rs.get_state_dict_type(module).optim_state_dict_config, fsdp.FullOptimStateDictConfig)
 
 
 @pytest.mark.all_ranks
@@ -434,7 +414,7 @@ def test_apply() -> None:
     for sharding in shardings():
         module, oracle = ours(sharding), theirs(sharding)
         torch.manual_seed(3)
-        assert apply(module, initialise) is module
+        assert rs.apply(module, initialise) is module
         torch.manual_seed(3)
         oracle.apply(initialise)
         require_shards(module)
@@ -442,9 +422,9 @@ def test_apply() -> None:
         with summon_full_params(module, writeback=False), summon_theirs(oracle, writeback=False):
             wanted = theirs_named(oracle)
             assert all(same(wanted[name], parameter) for name, parameter in module.named_parameters())
-    wrapped = DistModule(ours())
+    wrapped = rs.DistModule(ours())
     torch.manual_seed(3)
-    assert apply(wrapped, initialise) is wrapped
+    assert rs.apply(wrapped, initialise) is wrapped
     require_equal(wrapped.module, expected)
 
 
@@ -463,15 +443,15 @@ def test_visits() -> None:
         if isinstance(submodule, Odd):
             assert isinstance(module.blocks[0].weight, DTensor)
 
-    apply(module, visit)
+    rs.apply(module, visit)
     assert visits == wanted
     shared: Any = nn.Sequential(module.blocks[0], module.blocks[0])
     visits.clear()
     names[shared] = "shared"
-    apply(shared, visit)
+    rs.apply(shared, visit)
     assert visits == ["blocks.0", "shared"]
     plain: list[nn.Module] = []
-    assert apply(lonely := nn.Sequential(nn.Linear(2, 2)), plain.append) is lonely
+    assert rs.apply(lonely := nn.Sequential(nn.Linear(2, 2)), plain.append) is lonely
     assert plain == [lonely[0], lonely]
 
 
@@ -486,7 +466,7 @@ def test_an_apply_that_fails() -> None:
         if isinstance(submodule, Odd):
             module.narrow.data.fill_(4.0)
 
-    found = outcomes(lambda: apply(module, fail))
+    found = outcomes(lambda: rs.apply(module, fail))
     assert found[last] == "KeyError: 'no rule'"
     assert all(f"on rank {last}" in text for text in found[:last]), found
     require_shards(module)
@@ -499,18 +479,18 @@ def test_modules() -> None:
     names = {submodule: name for name, submodule in module.named_modules()}
     their_names = {submodule: clean_tensor_name(name) for name, submodule in oracle.named_modules()}
     for root_only in (False, True):
-        found = [names[each] for each in fsdp_modules(module, root_only) if isinstance(each, nn.Module)]
+        found = [names[each] for each in rs.fsdp_modules(module, root_only) if isinstance(each, nn.Module)]
         wanted = FullyShardedDataParallel.fsdp_modules(oracle, root_only)
         assert found == [their_names[each].removeprefix("_fsdp_wrapped_module") for each in wanted]
         assert len(found) == (1 if root_only else 4)
     first, second = ours(), ours()
     pair = nn.ModuleList([first, nn.Linear(1, 1), second])
-    assert fsdp_modules(pair, root_only=True) == [first, second]
-    assert len(fsdp_modules(pair)) == 8
-    assert all(isinstance(each, FSDPModule) for each in fsdp_modules(pair))
-    assert fsdp_modules(nn.Linear(1, 1)) == []
-    wrapped = DistModule(module)
-    assert fsdp_modules(wrapped, root_only=True) == [module]
+    assert rs.fsdp_modules(pair, root_only=True) == [first, second]
+    assert len(rs.fsdp_modules(pair)) == 8
+    assert all(isinstance(each, fsdp.FSDPModule) for each in rs.fsdp_modules(pair))
+    assert rs.fsdp_modules(nn.Linear(1, 1)) == []
+    wrapped = rs.DistModule(module)
+    assert rs.fsdp_modules(wrapped, root_only=True) == [module]
 
 
 @on_ranks(3)
@@ -522,35 +502,35 @@ def test_names() -> None:
     model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
     shard_module(model, init_mesh(device_type()))
     oracle = theirs()
-    found = dict(named_parameters(model))
+    found = dict(rs.named_parameters(model))
     assert list(found) == [name for name, _ in plain.named_parameters()]
     with summon_theirs(oracle):
         assert list(found) == list(dict(oracle.named_parameters()))
     options: list[dict[str, Any]] = [{"remove_duplicate": False}, {"recurse": False}, {"prefix": "model"}]
     for option in options:
-        pairs = dict(named_parameters(model, **option)), dict(plain.named_parameters(**option))
+        pairs = dict(rs.named_parameters(model, **option)), dict(plain.named_parameters(**option))
         assert pairs[0].keys() == pairs[1].keys()
-        buffers = dict(named_buffers(model, **option)), dict(plain.named_buffers(**option))
+        buffers = dict(rs.named_buffers(model, **option)), dict(plain.named_buffers(**option))
         assert buffers[0].keys() == buffers[1].keys()
         assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
-    for module in (ours(), DistModule(ours())):
+    for module in (ours(), rs.DistModule(ours())):
         module(own_rows())
-        assert all(isinstance(p, DTensor) for name, p in named_parameters(module) if name != "scale")
+        assert all(isinstance(p, DTensor) for name, p in rs.named_parameters(module) if name != "scale")
         with summon_full_params(module):
-            assert not any(isinstance(parameter, DTensor) for _, parameter in named_parameters(module))
+            assert not any(isinstance(parameter, DTensor) for _, parameter in rs.named_parameters(module))
 
 
 @on_ranks(3, sim=(2,))
 def test_params_with_grad() -> None:
     """Those that one process has; FSDP1 has each on the ranks that hold some of it."""
     module, oracle, plain = ours(), theirs(), filled()
-    assert params_with_grad(module) == []
+    assert rs.params_with_grad(module) == []
     for each in (module, oracle, plain):
         each.large.requires_grad_(False)
         each.blocks[0].weight.requires_grad_(False)
         each(own_rows()).float().mean().backward()
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found = [names[parameter] for parameter in params_with_grad(module)]
+    found = [names[parameter] for parameter in rs.params_with_grad(module)]
     assert found == [name for name, parameter in plain.named_parameters() if parameter.grad is not None]
     local = [name for name, parameter in theirs_named(oracle).items() if parameter.grad is not None]
     assert set(found) == {name for names in all_gather_json(local) for name in names}

@@ -15,20 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    init_mesh,
-    load_checkpoint,
-    load_optimizer_state,
-    merge_fsdp_weights,
-    reshard,
-    save_checkpoint,
-    shard_module,
-    train_step,
-)
+from raysharding.distributed import init_mesh, merge_fsdp_weights, shard_module, train_step
 from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type, summon_full_params
 from raysharding.models import build_module, full_precision_groups, wrap, wrap_groups
 from tests.distributed.checks import on_ranks
@@ -158,8 +149,8 @@ def test_low_precision_gradients_are_kept(replicate_size: int) -> None:
             assert {item.grad.dtype for item in oracle.parameters() if item.grad is not None} == {torch.bfloat16}
         # FSDP1 cannot summon such gradients, so the values are those without the option.
         assert_same(gradients(module), gradients(twin), rtol=1e-2, atol=1e-3)
-    before = float(clip_grad_norm_(module, 0.5))
-    assert float(clip_grad_norm_(module, None)) == pytest.approx(min(before, 0.5), rel=1e-2)
+    before = float(rs.clip_grad_norm_(module, 0.5))
+    assert float(rs.clip_grad_norm_(module, None)) == pytest.approx(min(before, 0.5), rel=1e-2)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     module.load_state_dict(dict(module.state_dict()), assign=True)  # new parameters, without gradients
     module(batch).float().square().mean().backward()
@@ -261,7 +252,7 @@ def save_alone(model: Any, path: Path) -> None:
 
 
 def require_same(module: nn.Module, twin: nn.Module) -> None:
-    reshard(module)
+    rs.reshard(module)
     expected = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         assert parameter.dtype == expected[name].dtype, name
@@ -299,14 +290,14 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
                 value = module.get_parameter(name)
                 assert state["state"][name]["exp_avg"].shape == value.shape
                 assert torch.equal(merged.get_tensor(name), value), name
-    save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
+    rs.save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
     num_others = 2 if dist.get_world_size() > 2 else 1
     pair = dist.new_group(list(range(num_others)))
     if dist.get_rank() < num_others:
         again = sharded_model(pair)
         other = adamw(again)
-        load_checkpoint(again, open_checkpoint(root / "kept-saved"))
-        load_optimizer_state(again, other, root / "kept-saved")
+        rs.load_checkpoint(again, open_checkpoint(root / "kept-saved"))
+        rs.load_optimizer_state(again, other, root / "kept-saved")
         train_step(again, other, batch_of(pair), loss=square)
     train_step(module, optimizer, batch_of(), loss=square)
     held = {name: full(parameter) for name, parameter in module.named_parameters()}
@@ -328,7 +319,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
 
     module: Any = build_module(None, open_checkpoint(path), torch.bfloat16)
     shard_module(module, init_mesh("cpu"))
-    load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
+    rs.load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
     twin = getattr(transformers, name).from_pretrained(path, dtype=torch.bfloat16).eval()
     batch = batch_for(twin)
     optimizer, other = adamw(module), adamw(twin)
@@ -337,7 +328,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
         assert torch.equal(*losses), losses
         for loss in losses:
             loss.backward()
-        clip_grad_norm_(module, 1.0)
+        rs.clip_grad_norm_(module, 1.0)
         grads = [parameter.grad for parameter in twin.parameters() if parameter.grad is not None]
         norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
         torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))  # torch's own rounds the norm to bf16
@@ -345,7 +336,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
             each.step()
             each.zero_grad()
     require_same(module, twin)
-    save_checkpoint(module, path / "ours")
+    rs.save_checkpoint(module, path / "ours")
     if dist.get_rank() == 0 and part_of_ranks() is None:  # transformers writes on global rank 0 alone
         twin.save_pretrained(path / "theirs")
         ours, theirs = (open_checkpoint(path / folder).tensors for folder in ("ours", "theirs"))
@@ -406,7 +397,7 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     groups = wrap_groups(module, sharding)
     assert any(full_precision_groups(module, sharding, groups)) == (max_whole_bytes == 0)
     shard_module(module, init_mesh("cpu"), sharding)
-    load_checkpoint(module, opened)
+    rs.load_checkpoint(module, opened)
     one = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     ids = torch.randint(3, 60, (64, 24), generator=torch.Generator().manual_seed(3))
     (found, logits), (expected, others) = (experts_of(model.eval(), ids) for model in (module, one))
@@ -414,7 +405,7 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert torch.equal(logits, others)
     module.train()(input_ids=ids, labels=ids).loss.backward()
-    reshard(module)
+    rs.reshard(module)
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     assert {grad.dtype for grad in grads} == {torch.float32}
 

@@ -17,16 +17,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raysharding import distributed as rs
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-    using_group,
-)
+from raysharding.distributed import init_mesh, shard_module
 from raysharding.distributed.comm import all_gather_json
 from raysharding.distributed.footprint import gathered_bytes
 from raysharding.distributed.fully_shard.internals import fsdp_groups, reshard
@@ -187,7 +181,7 @@ def test_weights_that_differ_have_other_fingerprints() -> None:
             module = nn.Module()
             module.weight = nn.Parameter(value)
             module.register_buffer("scratch", torch.rand(3), persistent=False)
-            with using_group(part_of_ranks()):
+            with rs.using_group(part_of_ranks()):
                 found.append(weights_fingerprint(module))
         assert found[0] == found[1] != found[2], (one, other)
 
@@ -249,7 +243,7 @@ def measure(strategy: str) -> dict[str, tuple[float, float]]:
     expected.backward()
     assert full_bytes(module) == 0
     # Without sharding FSDP1's own method is torch's; ours counts copies once.
-    assert torch.allclose(clip_grad_norm_(module, 0.01), oracle.clip_grad_norm_(0.01), rtol=1e-5)
+    assert torch.allclose(rs.clip_grad_norm_(module, 0.01), oracle.clip_grad_norm_(0.01), rtol=1e-5)
     assert_same(gradients(module), fsdp1_gradients(oracle), rtol=1e-4)
     return {"ours": (held / total, live / total), "fsdp1": (theirs[0] / total, theirs[1] / total)}
 
@@ -282,7 +276,7 @@ def test_replicas_load_train_and_save(root: Path) -> None:
         sharding = Sharding.from_strategy(strategy, world_size, ranks_per_node)
         module: Any = build_module(Odd, open_checkpoint(root / "odd.safetensors"), None)
         shard_module(module, init_mesh(device_type(), sharding), sharding)
-        load_checkpoint(module, root / "odd.safetensors")
+        rs.load_checkpoint(module, root / "odd.safetensors")
         if strategy == "NO_SHARD":
             assert all(
                 torch.equal(local_tensor(item).cpu(), expected[name]) for name, item in module.named_parameters()
@@ -293,12 +287,12 @@ def test_replicas_load_train_and_save(root: Path) -> None:
         for each in (module, twin):
             each.train()(ids).square().mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        assert torch.allclose(clip_grad_norm_(module, 0.5).cpu(), norm, rtol=1e-5)
+        assert torch.allclose(rs.clip_grad_norm_(module, 0.5).cpu(), norm, rtol=1e-5)
         assert_same(gradients(module), gradients(twin), rtol=1e-4)
         folder = root / f"{strategy}-{world_size}"
-        save_checkpoint(module, folder)
+        rs.save_checkpoint(module, folder)
         again: Any = shard_module(build_module(Odd, open_checkpoint(folder), None), init_mesh(device_type()))
-        load_checkpoint(again, folder)
+        rs.load_checkpoint(again, folder)
         before, after = (dict(item.named_parameters()) for item in (module, again))
         assert all(torch.equal(before[name].full_tensor(), after[name].full_tensor()) for name in ("large", "narrow"))
 

@@ -16,16 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    fsdp_modules,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-)
+from raysharding.distributed import init_mesh, shard_module
 from raysharding.distributed.comm import all_gather_json, rank_name
 from raysharding.errors import PlanError
 from raysharding.models import build_module
@@ -85,7 +79,7 @@ def test_ignored_stay_whole(replicate_size: int) -> None:
             grad = module.get_parameter(name).grad
             assert grad is None or all(torch.equal(grad, other) for other in everywhere(grad)), name
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e9)
-        assert torch.allclose(clip_grad_norm_(module, None), norm, rtol=1e-5)
+        assert torch.allclose(rs.clip_grad_norm_(module, None), norm, rtol=1e-5)
     alone = sharded(twin, ignored_modules=IGNORED, average_ignored_gradients=False)
     alone(mine(batch)).square().mean().backward()
     assert len({float(value) for value in everywhere(alone.scale.grad)}) == 1, "ignored by nobody: averaged"
@@ -168,9 +162,9 @@ def test_ignored_of_each_rank(root: Path) -> None:
         assert_same(gradients(ours.block), expected)
         squares = sum(float(grad.square().sum()) for grad in expected.values())
     squares += sum(all_gather_json(sum(float(item.grad.square().sum()) for item in expert.parameters())))
-    assert float(clip_grad_norm_(ours, None)) == pytest.approx(squares**0.5), "each expert counts once"
+    assert float(rs.clip_grad_norm_(ours, None)) == pytest.approx(squares**0.5), "each expert counts once"
     with pytest.warns(UserWarning, match="2 parameters are each rank's own .*: rank 0's are saved"):
-        save_checkpoint(ours, root / "experts")
+        rs.save_checkpoint(ours, root / "experts")
     with pytest.raises(PlanError, match="average_ignored_gradients=False") as caught:
         sharded(plain, **fields)(batch)
     told = "experts.number0.weight: on ranks [{}] whole, trained, torch.float32, of shape [3, 4]; on ranks [{}"
@@ -222,7 +216,7 @@ def test_ignored_modules_load(root: Path) -> None:
     dist.barrier()
     module: Any = build_module(Net, open_checkpoint(path), None)
     shard_module(module, init_mesh(device_type()), sharding)
-    load_checkpoint(module, path)
+    rs.load_checkpoint(module, path)
     assert_same(parameters(module), parameters(build(seed=7)), rtol=0, atol=0)
 
 
@@ -256,11 +250,11 @@ def test_what_is_sharded_already_is_refused() -> None:
     for make, choose, sharding, names in cases:
         module = build(make)
         fully_shard(choose(module), mesh=mesh)
-        groups = fsdp_modules(module)
+        groups = rs.fsdp_modules(module)
         with pytest.raises(PlanError, match=r"sharded already.*leave that call out") as caught:
             shard_module(module, mesh, sharding)
         assert caught.value.problems == tuple(names)
-        assert fsdp_modules(module) == groups, "as it was"
+        assert rs.fsdp_modules(module) == groups, "as it was"
     net = build()
     fully_shard(net.blocks[1], mesh=mesh)
     shard_module(net, mesh, Sharding(wrap="none"))  # one inside a group is left as it is
