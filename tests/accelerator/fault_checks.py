@@ -484,8 +484,7 @@ class _LostInBackward(torch.autograd.Function):
 
 def lost_in_backward(value: torch.Tensor, how: str) -> torch.Tensor:
     """Return the value; in its backward rank 1 `raises`, `dies` or `hangs`."""
-    lost: torch.Tensor = _LostInBackward.apply(value, how)  # type: ignore[no-untyped-call]
-    return lost
+    return _LostInBackward.apply(value, how)  # type: ignore[no-untyped-call]
 
 
 def lost_loss(how: str, output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:

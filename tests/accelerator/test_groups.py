@@ -505,8 +505,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     command = [sys.executable, "-m", "tests.accelerator.test_groups", folder, *names]
     driver = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert driver.returncode == 0, driver.stderr
-    found: dict[str, str] = json.loads(driver.stdout.splitlines()[-1])
-    return found
+    return json.loads(driver.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

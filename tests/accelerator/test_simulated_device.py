@@ -153,8 +153,7 @@ def run_alone() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
     """Traceback of each check of one process."""
-    outcomes: dict[str, str] = run_ranks(1, run_alone, device="sim")[0]
-    return outcomes
+    return run_ranks(1, run_alone, device="sim")[0]
 
 
 @pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)

@@ -201,8 +201,7 @@ def failing() -> None:
 
 
 def summed(output: Any) -> torch.Tensor:
-    total: torch.Tensor = output.logits.square().sum()
-    return total
+    return output.logits.square().sum()
 
 
 def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:

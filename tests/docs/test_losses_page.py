@@ -89,8 +89,7 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.T
 
 
 def checkpointed(*args: Any) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(plain, *args, use_reentrant=True)
-    return result
+    return checkpoint(plain, *args, use_reentrant=True)
 
 
 @dataclass(frozen=True)

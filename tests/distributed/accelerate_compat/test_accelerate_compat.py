@@ -126,8 +126,7 @@ class Block(nn.Module):
         self.down = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(self.drop(torch.tanh(self.up(x))))
-        return out
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
 class Stack(nn.Module):
@@ -142,8 +141,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(self.again(x))
-        return out
+        return self.head(self.again(x))
 
 
 def by_predicate(module: nn.Module) -> bool:

@@ -54,8 +54,7 @@ class Routed(nn.Module):
                 out[rows] = checkpoint(expert, x[rows], use_reentrant=False) if self.recompute else expert(x[rows])
         if self.fails:
             raise ValueError("after the experts")
-        result: torch.Tensor = self.head(out)
-        return result
+        return self.head(out)
 
 
 def recorded(wrap: str) -> Any:
@@ -134,8 +133,7 @@ class ScaledHead(nn.Module):
         self.head = nn.Linear(WIDTH, NUM_TOKENS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.embedding(ids) * self.scale)
-        return logits
+        return self.head(self.embedding(ids) * self.scale)
 
 
 class Shorter(nn.Module):
@@ -146,8 +144,7 @@ class Shorter(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        shorter: torch.Tensor = self.down(F.gelu(self.up(hidden)))[:, 1:]
-        return shorter
+        return self.down(F.gelu(self.up(hidden)))[:, 1:]
 
 
 class Shorters(nn.Module):
@@ -165,8 +162,7 @@ class Shorters(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
             hidden += self.position
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 def entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

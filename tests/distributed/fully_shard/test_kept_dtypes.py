@@ -68,8 +68,7 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(self.last(x))
-        return out
+        return self.head(self.last(x))
 
 
 def watch(module: nn.Module) -> dict[str, list[torch.dtype]]:
@@ -350,8 +349,7 @@ def batch_for(model: Any) -> dict[str, Any]:
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)  # Wav2Vec2's quantizer draws
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 KINDS = {
@@ -435,8 +433,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(5, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.tower(x.to(self.tower.weight.dtype)).float() + self.adapter(x.float()))
-        return out
+        return self.head(self.tower(x.to(self.tower.weight.dtype)).float() + self.adapter(x.float()))
 
 
 @on_ranks(2)

@@ -200,8 +200,7 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def held_bytes(module: nn.Module) -> int:

@@ -79,12 +79,9 @@ def test_a_module_and_its_wrapper() -> None:
     with pytest.raises(ValueError, match=r"give a torch\.nn\.Module"):
         rs.DistModule(3)  # type: ignore[arg-type]
     assert wrapped.train() is wrapped
-    assert plain.training
-    assert wrapped.training
+    assert (plain.training, wrapped.training) == (True, True)
     assert wrapped.eval() is wrapped
-    assert not plain.training
-    assert not wrapped.training
-    assert not plain.norm.training
+    assert (plain.training, wrapped.training, plain.norm.training) == (False, False, False)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(wrapped(ids), plain(ids))
     assert torch.equal(wrapped(ids=ids), plain(ids))
@@ -144,8 +141,7 @@ def test_assign(root: Path) -> None:
         assert model.embed.weight is model.head.weight
         assert model.embed.weight.requires_grad
         require_equal(model, half)
-        loss = model(torch.tensor([[1, 2]])).sum()
-        loss.backward()
+        model(torch.tensor([[1, 2]])).sum().backward()
         assert model.embed.weight.grad.dtype == torch.float16
         with pytest.raises(PlanError, match=r"from torch.float16 into torch.float32, but it ran already"):
             model.load_state_dict(filled(4).state_dict() if rank == 0 else {}, assign=True)

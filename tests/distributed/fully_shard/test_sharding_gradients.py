@@ -382,8 +382,7 @@ class Adapted(nn.Module):
         self.high = nn.Linear(2, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + torch.tanh(self.base(x) + self.high(self.low(x)))
-        return out
+        return x + torch.tanh(self.base(x) + self.high(self.low(x)))
 
 
 def adapted(dtype: torch.dtype = torch.float32) -> nn.Module:

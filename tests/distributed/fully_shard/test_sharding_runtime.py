@@ -64,8 +64,7 @@ class Deep(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, 0.5, mask=torch.ones(6, device=x.device))
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 # --- activation checkpointing ---------------------------------------------------------------------------------------
