@@ -27,6 +27,7 @@ from tests.checkpoint.build import (
     GOOD_PAYLOAD,
     entry,
     random_tensors,
+    refused,
     save,
     save_sharded,
     sidecar_files,
@@ -71,9 +72,7 @@ def test_json_of_something_else_is_refused(data: bytes) -> None:
 def test_a_wrong_config_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
     save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
     (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        open_checkpoint(tmp_path)
-    assert caught.value.path == str(tmp_path / "config.json")
+    assert refused(tmp_path, message).path == str(tmp_path / "config.json")
 
 
 def test_sidecar_files_are_small_files_that_are_no_weights_and_no_code(tmp_path: Path) -> None:
@@ -157,8 +156,7 @@ def test_metadata_of_the_files_is_merged_and_the_first_file_decides(tmp_path: Pa
 def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
     path.chmod(0)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
-        open_checkpoint(tmp_path)
+    refused(tmp_path, "cannot be read: Permission denied")
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from tests.checkpoint.build import (
     GOOD_PAYLOAD,
     bits,
     random_tensors,
+    refused,
     save,
     save_sharded,
     sidecar_files,
@@ -127,17 +128,14 @@ def test_a_range_is_cut_into_parts_and_scattered_over_views(local: Path, s3: S3S
 def test_a_hostile_index_is_refused_before_any_weight_file_is_touched(s3: S3Server, name: str) -> None:
     s3.put(f"hostile/{INDEX}", json.dumps({"weight_map": {"a": name}}).encode())
     s3.put("x.safetensors", b"secret")
-    with pytest.raises(CheckpointError, match="index names the file") as caught:
-        open_checkpoint(s3.uri("hostile"))
-    assert caught.value.path == s3.uri(f"hostile/{INDEX}")
-    assert caught.value.tensor == "a"
+    error = refused(s3.uri("hostile"), "index names the file")
+    assert (error.path, error.tensor) == (s3.uri(f"hostile/{INDEX}"), "a")
     assert all("x.safetensors" not in request.path for request in s3.proxy.requests)
 
 
 def test_an_index_that_names_a_missing_file(s3: S3Server) -> None:
     s3.put(f"missing/{INDEX}", json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode())
-    with pytest.raises(CheckpointError, match=r"'gone\.safetensors', which is missing"):
-        open_checkpoint(s3.uri("missing"))
+    refused(s3.uri("missing"), r"'gone\.safetensors', which is missing")
 
 
 def test_a_header_that_lies_about_its_length_is_refused_after_its_8_bytes(tmp_path: Path, s3: S3Server) -> None:
@@ -145,9 +143,7 @@ def test_a_header_that_lies_about_its_length_is_refused_after_its_8_bytes(tmp_pa
         path = write_raw(tmp_path / "x", GOOD, GOOD_PAYLOAD, length=length)
         s3.put("lies/model.safetensors", path.read_bytes())
         s3.proxy.reset()
-        with pytest.raises(CheckpointError, match=message) as caught:
-            open_checkpoint(s3.uri("lies"))
-        assert caught.value.path == s3.uri("lies/model.safetensors")
+        assert refused(s3.uri("lies"), message).path == s3.uri("lies/model.safetensors")
         assert s3.proxy.body_bytes(path="safetensors$") == 8
 
 
@@ -202,12 +198,8 @@ def test_paths_with_nothing_usable_there(s3: S3Server) -> None:
         ("s4://bucket/x", "Unrecognized filesystem type"),
         ("s3://bucket/a#b", "write %23"),
     ):
-        with pytest.raises(CheckpointError, match=message) as caught:
-            open_checkpoint(uri)
-        assert caught.value.path == uri
-    with pytest.raises(CheckpointError, match="holds a password") as caught:
-        open_checkpoint("s3://key:hidden@bucket/x")
-    assert "hidden" not in str(caught.value)
+        assert refused(uri, message).path == uri
+    assert "hidden" not in str(refused("s3://key:hidden@bucket/x", "holds a password"))
 
 
 def test_uris_come_apart_and_together_again() -> None:
@@ -327,8 +319,7 @@ def test_a_range_may_end_in_any_byte(s3: S3Server) -> None:
 
 def test_a_header_of_which_every_answer_is_short_is_an_error(checkpoint: Checkpoint, s3: S3Server) -> None:
     s3.proxy.faults.append(Fault("short", path="safetensors$"))
-    with pytest.raises(CheckpointError, match=r"reading 8 bytes at 0 failed"):
-        open_checkpoint(checkpoint.directory, remote=QUICK)
+    refused(checkpoint.directory, "reading 8 bytes at 0 failed", remote=QUICK)
 
 
 def test_refusals_are_not_tried_again_and_name_the_variables(checkpoint: Checkpoint, s3: S3Server) -> None:

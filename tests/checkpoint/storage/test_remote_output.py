@@ -17,6 +17,7 @@ from raysharding.checkpoint.storage.uri import join_path
 from raysharding.checkpoint.writing import FileWriter, create_staging
 from raysharding.checkpoint.writing.manifest import Manifest, write_manifest
 from raysharding.errors import CheckpointError
+from tests.checkpoint.build import refused
 from tests.checkpoint.build import save as save_locally
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
@@ -130,8 +131,7 @@ def test_the_index_commits(s3: S3Server) -> None:
     uri = s3.uri("commit")
     write(uri, torch.zeros(10), commit=False)
     assert writing.is_left_over(uri)
-    with pytest.raises(CheckpointError, match="restore the index"):
-        open_checkpoint(uri)
+    refused(uri, "restore the index")
     with pytest.raises(CheckpointError, match="exists already"):
         create_staging(uri, overwrite=False)
     write(uri, torch.ones(10))
