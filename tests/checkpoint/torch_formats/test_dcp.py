@@ -278,7 +278,7 @@ def test_payload_that_is_not_what_metadata_says(payload: Any, message: str, tmp_
 
 
 def repack(data: Path, change: Any) -> int:
-    """Write an archive's records again, each as `change(name, bytes)` gives it, with a compression; returns its size."""
+    """Write an archive's records again, each as `change(name, bytes)` gives it, with a compression; return its size."""
     with zipfile.ZipFile(data) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(data, "w") as archive:
@@ -311,7 +311,7 @@ def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:
 def test_a_storage_that_is_too_short(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
     size = repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
-    refused(tmp_path, r"record size \(92 bytes\) does not match expected size \(96", metadata, length=size)
+    refused(tmp_path, r"record size \(92 bytes\) does not match expected size \(96 bytes", metadata, length=size)
 
 
 def test_compressed_records_are_left_to_torch_and_bounded(tmp_path: Path) -> None:
