@@ -125,11 +125,9 @@ def check_collectives() -> None:
 
 def check_an_index_out_of_range_kills_the_device() -> None:
     """As a device-side assert does: every later call fails. The last check, therefore."""
-    logits = torch.zeros(2, 3, device="sim")
+    logits, labels = torch.zeros(2, 3, device="sim"), torch.tensor([1, 7], device="sim")
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        nn.functional.cross_entropy(
-            logits, torch.tensor([1, 7], device="sim")
-        ).item()  # as on CUDA, where the host waits
+        nn.functional.cross_entropy(logits, labels).item()  # as on CUDA, where the host waits
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         torch.zeros(2, device="sim")
 

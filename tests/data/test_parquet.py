@@ -42,9 +42,7 @@ def table(first: int, num_rows: int) -> pa.Table:
     return pa.table(
         {
             "number": pa.array(numbers, pa.int64()),
-            "ids": pa.array(
-                [[number, number + 1, number + 2][: number % 4] for number in numbers], pa.list_(pa.int32())
-            ),
+            "ids": pa.array([list(range(one, one + 3))[: one % 4] for one in numbers], pa.list_(pa.int32())),
             "text": [f"row {number}" for number in numbers],
             "weight": [None if number % 5 == 0 else number / 2 for number in numbers],
             "nested": [[[number], [1, 2]] for number in numbers],
@@ -118,8 +116,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
     process = psutil.Process()
     fds, memory = process.num_fds(), process.memory_info().rss
     batches = epoch_batches(source, 300, 0, 1, shuffle=True)
-    first = next(batches)
-    assert first is not None
+    first: Any = next(batches)
     assert len(first.rows) == 300
     assert process.num_fds() <= fds + 2
     assert process.memory_info().rss - memory < 600 << 20, "300 lanes of 512 rows are 1 GB as Python's numbers"
@@ -131,10 +128,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
         (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
         (lambda folder: pq.write_table(table(0, 0), folder / "no.parquet") or folder / "no.parquet", "has no rows"),
         (lambda folder: (folder / "notes").write_text("x") and folder / "notes", "cannot be read: .*Parquet"),
-        (
-            lambda folder: (folder / "empty").mkdir() or folder / "empty",
-            "holds no .parquet, .jsonl, .ndjson, .csv, .json file",
-        ),
+        (lambda folder: (folder / "e").mkdir() or folder / "e", "holds no .parquet, .jsonl, .ndjson, .csv, .json file"),
     ],
 )
 def test_what_is_no_data_is_named(directory: Path, make: Any, said: str) -> None:
@@ -159,11 +153,8 @@ def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> Non
     wider = {"ids": pa.array([[1, 2]], pa.large_list(pa.int64())), "label": pa.array([1], pa.int16())}
     pq.write_table(pa.table(wider), tmp_path / "b.parquet")
     assert len(rows_of(opened(tmp_path))) == 2
-    for column, kind in (
-        (pa.array([[1.0, 2.0]]), "lists of floats"),
-        (pa.array([["1"]]), "lists of text"),
-        (pa.nulls(1), "null"),
-    ):
+    others = {"lists of floats": pa.array([[1.0, 2.0]]), "lists of text": pa.array([["1"]]), "null": pa.nulls(1)}
+    for kind, column in others.items():
         pq.write_table(pa.table({**columns, "ids": column}), tmp_path / "c.parquet")
         with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
             opened(tmp_path)
@@ -202,10 +193,8 @@ def test_nulls_are_refused_by_column(nulls: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()])
 def test_unsigned_ids_become_those_that_embeddings_take(kind: Any) -> None:
-    rows = ArrowRows(
-        pa.table({"ids": pa.array([[1, 2], [3, 4]], pa.list_(kind)), "id": pa.array([5, 6], kind)}).to_batches()
-    )
-    batch = default_collate(list(rows))
+    columns = {"ids": pa.array([[1, 2], [3, 4]], pa.list_(kind)), "id": pa.array([5, 6], kind)}
+    batch = default_collate(list(ArrowRows(pa.table(columns).to_batches())))
     assert {name: one.dtype for name, one in batch.items()} == {"ids": torch.int64, "id": torch.int64}
     assert batch["ids"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(ValueError, match=f"{2**63} is over|{2**63}, is over int64"):
@@ -217,9 +206,8 @@ def test_a_null_among_texts_is_named() -> None:
         return {"ids": torch.tensor([[len(row["text"])] for row in rows])}
 
     rows = [{"text": "a", "x": 1}, {"text": None, "x": 2}]
-    with pytest.raises(
-        ValueError, match=r"'NoneType'.*; row\['text'\] is null in row 1 of the batch: fill such values"
-    ):
+    said = r"'NoneType'.*; row\['text'\] is null in row 1 of the batch: fill such values"
+    with pytest.raises(ValueError, match=said):
         rank_batch(tokenized, 0, rows, (2,)).collated()
     assert set(rank_batch(KnownColumns(None), 0, rows, (2,)).collated().kwargs) == {"x"}, "text is dropped as a column"
 

@@ -58,7 +58,7 @@ FILES: list[tuple[str, Any, bytes, str | None, str]] = [
     (
         "dtype given twice",
         b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}',
-        bytes(4),
+        b"1234",
         None,
         "twice",
     ),

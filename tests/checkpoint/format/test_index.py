@@ -35,15 +35,8 @@ def test_every_way_to_name_a_checkpoint(sharded: Path, tmp_path: Path, monkeypat
     sharded.rename(spaced)
     (tmp_path / "ckpt").symlink_to(spaced)
     monkeypatch.chdir(tmp_path)
-    for path in (
-        sharded,
-        str(sharded),
-        index,
-        f"file://{index}",
-        "ckpt",
-        spaced.as_uri(),
-        f"file://localhost{sharded}",
-    ):
+    uris = (f"file://{index}", spaced.as_uri(), f"file://localhost{sharded}")
+    for path in (sharded, str(sharded), index, "ckpt", *uris):
         checkpoint = open_checkpoint(path)
         assert checkpoint.path == str(path)
         assert list(checkpoint.tensors) == ["a", "b"]

@@ -96,16 +96,8 @@ def check_rank_0_values(root: Path) -> None:
 
 def odd_on_meta() -> Any:
     with torch.device("meta"):
-        return shard_module(
-            Odd(), init_mesh(device_type(), HYBRID if is_hybrid() else None), HYBRID if is_hybrid() else None
-        )
-
-
-HYBRID = Sharding(replicate_size=2)
-
-
-def is_hybrid() -> bool:
-    return dist.get_world_size() == 4
+        sharding = Sharding(replicate_size=2) if dist.get_world_size() == 4 else None
+        return shard_module(Odd(), init_mesh(device_type(), sharding), sharding)
 
 
 def on_rank_0(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -175,11 +167,11 @@ def check_beside_accelerate(root: Path) -> None:
         assert load(accelerator_with(None), model, on_rank_0(reference.state_dict())) is model
         model(torch.rand(2, 5)).sum().backward()
         results.append(model)
-    assert {name: (cut, dtype) for name, (cut, dtype, _) in shards_of(results[0]).items()} == {
-        name: (cut, dtype) for name, (cut, dtype, _) in shards_of(results[1]).items()
-    }
-    for name, (_, _, local) in shards_of(results[0]).items():
-        assert torch.equal(shards_of(results[1])[name][2], local), name
+    theirs, ours = map(shards_of, results)
+    assert theirs.keys() == ours.keys()
+    for name, (cut, dtype, local) in theirs.items():
+        assert ours[name][:2] == (cut, dtype), name
+        assert torch.equal(ours[name][2], local), name
 
 
 def save_in_files(values: dict[str, torch.Tensor], folder: Path, num_files: int) -> str:

@@ -80,9 +80,8 @@ def test_names_and_order_are_those_of_torch() -> None:
 def test_a_tree_in_a_cycle_is_walked_once() -> None:
     root = odd_tree()
     root.get_submodule("first").add_module("parent", root)
-    assert [name for name, _ in named_submodules(root)] == [
-        f"{name}." if name else "" for name, _ in root.named_modules()
-    ]
+    expected = [f"{name}." if name else "" for name, _ in root.named_modules()]
+    assert [name for name, _ in named_submodules(root)] == expected
     assert list(module_tensors(root)) == [name for name, _ in (*root.named_parameters(), *root.named_buffers())]
 
 
@@ -189,18 +188,9 @@ def test_weights_that_differ_have_other_fingerprints() -> None:
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """Four blocks that hold nearly all parameters, in sizes that need no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(64) for _ in range(4))
-        self.head = nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    return nn.Sequential(*(Block(64) for _ in range(4)), nn.Linear(64, 4))
 
 
 def held_bytes(module: nn.Module) -> int:
@@ -230,10 +220,10 @@ def measure(strategy: str) -> dict[str, tuple[float, float]]:
     ranks_per_node = world_size // 2 if "HYBRID" in strategy else None
     sharding = Sharding.from_strategy(strategy, world_size, ranks_per_node, wrap=["Block"])
     mesh = init_mesh(device_type(), sharding)
-    total = sum(item.nbytes for item in build(Wide).parameters())
-    module = shard_module(build(Wide), mesh, sharding)
+    total = sum(item.nbytes for item in build(wide).parameters())
+    module = shard_module(build(wide), mesh, sharding)
     options: dict[str, Any] = {"device_mesh": mesh} if "HYBRID" in strategy else {}
-    oracle = fsdp1(build(Wide), sharding_strategy=ShardingStrategy[strategy], **options)
+    oracle = fsdp1(build(wide), sharding_strategy=ShardingStrategy[strategy], **options)
     batch = mine(rows(8, 64))
     held = held_bytes(module)
     loss, expected = module(batch).square().mean(), oracle(batch).square().mean()
@@ -277,9 +267,8 @@ def test_replicas_load_train_and_save(root: Path) -> None:
         shard_module(module, init_mesh(device_type(), sharding), sharding)
         rs.load_checkpoint(module, root / "odd.safetensors")
         if strategy == "NO_SHARD":
-            assert all(
-                torch.equal(local_tensor(item).cpu(), expected[name]) for name, item in module.named_parameters()
-            )
+            held = {name: local_tensor(item).cpu() for name, item in module.named_parameters()}
+            assert all(torch.equal(item, expected[name]) for name, item in held.items())
         require_equal(module, expected)
         ids = torch.arange(8).view(2, 4)
         twin = filled()

@@ -178,13 +178,10 @@ def routes(draw: st.DrawFn) -> Routes:
     holders = tuple(tuple(range(shard, num_shards * num_replicas, num_shards)) for shard in range(num_shards))
     ranks = range(num_shards * num_replicas)
     others = draw(st.sets(st.sampled_from(ranks)))
-    shared = {
-        rank: frozenset(draw(st.sets(st.sampled_from(ranks))) - {rank})
-        for rank in draw(st.sets(st.sampled_from(ranks)))
-    }
-    return Routes(
-        ShardMap(holders, draw(st.sampled_from(ranks))), tuple(sorted({0, *others})), draw(st.integers(0, 9)), shared
-    )
+    some = st.sets(st.sampled_from(ranks))
+    shared = {rank: frozenset(draw(some) - {rank}) for rank in draw(some)}
+    shards = ShardMap(holders, draw(st.sampled_from(ranks)))
+    return Routes(shards, tuple(sorted({0, *others})), draw(st.integers(0, 9)), shared)
 
 
 @settings(max_examples=200, deadline=None)
@@ -217,9 +214,8 @@ def test_sections_of_a_buffer_do_not_overlap(given_routes: Routes, index: int, n
         for item, offset in offsets.items():
             assert offset == position
             position += num_bytes + item
-        assert len(given_routes.travelling(index, bucket, rank)) + len(given_routes.alone(index, bucket, rank)) == len(
-            offsets
-        )
+        sections = (*given_routes.travelling(index, bucket, rank), *given_routes.alone(index, bucket, rank))
+        assert len(sections) == len(offsets)
 
 
 def test_readers_share_the_shards_that_none_of_them_holds() -> None:
@@ -264,11 +260,8 @@ def test_each_job_tells_what_it_filled(source: CheckpointSource, dtype: torch.dt
         list(threads.map(lambda job: job(), jobs))
     assert len(jobs) == 3
     assert torch.equal(out, VALUES.to(dtype))
-    assert sorted((part.start, part.stop, part.tag) for part in told) == [
-        (0, 1000, "tag"),
-        (1000, 2000, "tag"),
-        (2000, 3000, "tag"),
-    ]
+    expected = [(start, start + 1000, "tag") for start in (0, 1000, 2000)]
+    assert sorted((part.start, part.stop, part.tag) for part in told) == expected
 
 
 @pytest.fixture
