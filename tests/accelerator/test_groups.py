@@ -91,9 +91,8 @@ def memory_group(path: Path, **options: Any) -> ShardedModelGroup:
 def assert_as_planned(group: ShardedModelGroup, path: Path, offload: bool) -> None:
     """Assert that the load has taken what a plan counts, and that the preflight shows the GPUs of the group."""
     sharding = Sharding(cpu_offload=offload)
-    plan = ShardedModelGroup.plan(
-        path, model=make_layers, device="sim", world_size=2, loading=LOADING, sharding=sharding
-    )
+    options: dict[str, Any] = {"device": "sim", "loading": LOADING, "sharding": sharding}
+    plan = ShardedModelGroup.plan(path, model=make_layers, world_size=2, **options)
     peaks = [report["peak_device_bytes"] for report in group.status()["ranks"]]
     assert peaks == pytest.approx([rank.device_bytes - CONTEXT_BYTES for rank in plan.ranks], rel=0.02)
     assert group.preflight_report is not None
@@ -403,7 +402,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def check_example(path: Path, *arguments: str, ends_with: str) -> None:
+def run_example(path: Path, *arguments: str, ends_with: str) -> None:
     """An example runs to its end on the simulated device, by a driver that joins this cluster."""
     folder = path.parent / Path(arguments[0]).stem
     command = [sys.executable, "-c", AS_A_PROGRAM, *arguments, "--device", "sim", "--out", str(folder)]
@@ -416,12 +415,12 @@ def check_example(path: Path, *arguments: str, ends_with: str) -> None:
 
 def check_quickstart(path: Path) -> None:
     """The first example, on two of the four GPUs."""
-    check_example(path, "examples/quickstart.py", ends_with="rank 1  sim:1")
+    run_example(path, "examples/quickstart.py", ends_with="rank 1  sim:1")
 
 
 def check_finetune(path: Path) -> None:
     """The second example, on all four GPUs, then on one."""
-    check_example(path, "examples/finetune.py", "--steps", "6", ends_with="4 rank(s): step 3,")
+    run_example(path, "examples/finetune.py", "--steps", "6", ends_with="4 rank(s): step 3,")
 
 
 def check_group_of_dead_devices(path: Path) -> None:
@@ -460,25 +459,10 @@ def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
             torch.testing.assert_close(group.forward(Split(torch.ones(4, 8))), expected)
 
 
-CHECKS = (
-    check_placement_and_training,
-    check_ranks_that_share_gpus,
-    check_groups_that_share_gpus,
-    check_copies_between_groups,
-    check_fit,
-    check_offload,
-    check_out_of_memory,
-    check_too_few_gpus,
-    check_names_of_other_accelerators,
-)
-FULL = (
-    check_quickstart,
-    check_finetune,
-    check_group_of_dead_devices,
-    check_group_that_hangs,
-    check_group_that_loses_a_rank_in_the_backward,
-)
-"""Checks of the whole grid."""
+CHECKS = [name for name in list(globals()) if name.startswith("check_")]
+FULL = ("check_quickstart", "check_finetune", "check_group_of_dead_devices", "check_group_that_hangs")
+FULL += ("check_group_that_loses_a_rank_in_the_backward",)
+"""Those of the whole grid."""
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -508,10 +492,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return json.loads(driver.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [check.__name__ for check in CHECKS] + [pytest.param(check.__name__, marks=pytest.mark.full) for check in FULL],
-)
+@pytest.mark.parametrize("check", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CHECKS])
 def test_group(check: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[check], outcomes[check]
 

@@ -79,10 +79,8 @@ def test_a_bucket_that_never_arrives_keeps_nobody_from_judging_the_other_ranks(r
 
 GIVE_UP_S = 10.0
 """Ray gives a node up after 3 s without its processes here (`conftest.QUICK`); the driver's own look is shorter."""
-FULL_PLACE: dict[str, Any] = {
-    "placement": Placement(strategy="STRICT_SPREAD", cpus_per_rank=2.0),
-    "timeouts": Timeouts(place_s=30.0),
-}
+FULL_PLACE: dict[str, Any] = {"placement": Placement(strategy="STRICT_SPREAD", cpus_per_rank=2.0)}
+FULL_PLACE["timeouts"] = Timeouts(place_s=30.0)
 """All CPUs of the nodes that have ranks."""
 
 
@@ -180,10 +178,11 @@ def in_a_fit(begun: Path) -> tuple[float, str]:
     return now(), str(caught.value)
 
 
+PHASES = [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "phase", [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
-)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_controller_whose_node_is_lost_names_the_node(
     phase: Callable[[Path], tuple[float, str]], site: tuple[RayHosts, Driver], tmp_path: Path
 ) -> None:

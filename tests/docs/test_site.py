@@ -48,11 +48,8 @@ class Fetched(HTMLParser):
 @pytest.mark.timeout(360)
 def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     pytest.importorskip("material")
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "VIRTUAL_ENV": sys.prefix,
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix}
     command = ["bash", "docs/build.sh", "build", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -171,9 +171,8 @@ def test_what_no_save_wrote_is_refused_and_outlasts_the_save(s3: S3Server) -> No
     s3.put("mixed/step-1/vocab.txt", b"words")
     theirs.append("training/x.txt")
     found = all_names(uri)
-    with pytest.raises(
-        CheckpointError, match=f"wrote: {', '.join(sorted({*theirs, 'checkpoint-500'} - {theirs[1]}))};"
-    ):
+    named = ", ".join(sorted({*theirs, "checkpoint-500"} - {theirs[1]}))
+    with pytest.raises(CheckpointError, match=f"wrote: {named};"):
         create_staging(uri, overwrite=True)
     assert all_names(uri) == found
     write(s3.uri("mixed/step-2"), torch.ones(10))
@@ -184,10 +183,8 @@ def test_what_no_save_wrote_is_refused_and_outlasts_the_save(s3: S3Server) -> No
 
 def test_small_files_that_an_older_save_copied_go_with_it(s3: S3Server) -> None:
     """Also those of a save that was killed before modules.json, which would name the folder of their weights."""
-    uri, first = (
-        s3.uri("source/step-1"),
-        {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "old.txt": b"o"},
-    )
+    first = {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "old.txt": b"o"}
+    uri = s3.uri("source/step-1")
     write(uri, torch.zeros(10))
     SaveRecord.of("0a", first).write(uri)
     for name, data in first.items():

@@ -213,9 +213,8 @@ def check_saved_under_clean_names(model: nn.Module, reference: nn.Module, path: 
 def check_settings(root: Path) -> None:
     """Ignored modules stay whole, offload is known, a sharded model comes back, mistakes are everybody's errors."""
     model: Any = ARCHITECTURES["llama"].make()
-    plugin = rs.FullyShardedDataParallelPlugin(
-        fsdp_version=2, cpu_offload=True, ignored_modules="lm_head", **TRANSFORMER
-    )
+    fields = TRANSFORMER | {"cpu_offload": True, "ignored_modules": "lm_head"}
+    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
     accelerator = accelerator_with(plugin)
     expected = copy.deepcopy(model)(**inputs()).loss
     assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
@@ -226,9 +225,8 @@ def check_settings(root: Path) -> None:
     assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
     assert groups_of(model) == groups
     for strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
-        first = rs.FullyShardedDataParallelPlugin(
-            sharding_strategy=strategy, mixed_precision_policy="bf16", **TRANSFORMER
-        )
+        fields = TRANSFORMER | {"mixed_precision_policy": "bf16"}
+        first = rs.FullyShardedDataParallelPlugin(sharding_strategy=strategy, **fields)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "buffer_dtype=torch.bfloat16")
             model = fsdp2_prepare_model(accelerator_with(first), ARCHITECTURES["llama"].make())
@@ -236,9 +234,8 @@ def check_settings(root: Path) -> None:
         num_shards = 1 if strategy == "NO_SHARD" else dist.get_world_size()
         assert len(weight._local_tensor) == -(-64 // num_shards) or dist.get_rank() == dist.get_world_size() - 1
         assert model(**inputs()).logits.dtype == torch.bfloat16
-    missing = rs.FullyShardedDataParallelPlugin(
-        fsdp_version=2, transformer_cls_names_to_wrap=["Absent"], auto_wrap_policy="transformer_based_wrap"
-    )
+    fields = TRANSFORMER | {"transformer_cls_names_to_wrap": ["Absent"]}
+    missing = rs.FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
     with pytest.raises(ValueError, match="Absent"):
         fsdp2_prepare_model(accelerator_with(missing), ARCHITECTURES["llama"].make())
 
@@ -248,9 +245,8 @@ def check_real_accelerator(root: Path) -> None:
     losses: list[list[float]] = []
     for ours in (False, True):
         with kept_environment():
-            plugin: Any = OraclePlugin(
-                fsdp_version=2, cpu_ram_efficient_loading=True, activation_checkpointing=True, **TRANSFORMER
-            )
+            fields = TRANSFORMER | {"cpu_ram_efficient_loading": True, "activation_checkpointing": True}
+            plugin: Any = OraclePlugin(fsdp_version=2, **fields)
         accelerator: Any = Accelerator(cpu=True)
         accelerator.state._shared_state["fsdp_plugin"] = plugin
         accelerator.state._shared_state["distributed_type"] = accelerate.accelerator.DistributedType.FSDP

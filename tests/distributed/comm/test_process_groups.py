@@ -130,9 +130,8 @@ def test_replicas(root: Path) -> None:
     for number, mesh in enumerate(meshes):
         assert mesh.mesh.tolist() == [[1, 2], [3, 4]]
         use_everything(mesh, group, 5, root / f"hsdp-{number}")
-    oracle = FullyShardedDataParallel(
-        model(5), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    oracle = FullyShardedDataParallel(model(5), process_group=group, **options)
     optimizer = torch.optim.AdamW(oracle.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -152,15 +151,12 @@ def test_overlapping_groups(root: Path) -> None:
     for index, group in enumerate(groups):
         if dist.get_rank(group) >= 0:
             use_everything(init_mesh("cpu", group=group), group, 7 + index, root / f"both-{index}")
-    modules = [
-        shard_module(model(7 + index), init_mesh("cpu", group=group)) if dist.get_rank(group) >= 0 else None
-        for index, group in enumerate(groups)
-    ]
-    for index, (module, group) in enumerate(zip(modules, groups, strict=True)):
-        if module is not None:
-            steps(module, group, 1)
-            expected = trained(7 + index, 1)
-            torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
+    mine = [(index, group) for index, group in enumerate(groups) if dist.get_rank(group) >= 0]
+    modules = [shard_module(model(7 + index), init_mesh("cpu", group=group)) for index, group in mine]
+    for module, (index, group) in zip(modules, mine, strict=True):
+        steps(module, group, 1)
+        expected = trained(7 + index, 1)
+        torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
 
 
 @on_ranks(3)
@@ -184,18 +180,19 @@ def test_a_rank_outside(root: Path) -> None:
         rs.full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
 
 
+def accelerator_with(efficient: bool = True, **fields: Any) -> Any:
+    """What `fsdp2_prepare_model` looks at of an `Accelerator`."""
+    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=efficient)
+    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), **fields)
+
+
 @on_ranks(3)
 def test_accelerates_functions(root: Path) -> None:
     """accelerate's functions on the accelerator's mesh, and a merge by the group alone."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        device=torch.device("cpu"),
-        torch_device_mesh=init_mesh("cpu", group=group),
-    )
+    accelerator = accelerator_with(torch_device_mesh=init_mesh("cpu", group=group))
     module = rs.fsdp2_prepare_model(accelerator, model(9) if dist.get_rank() == 1 else model(0))
     torch.testing.assert_close(full(module), model(9).state_dict() if dist.get_rank() == 1 else {})
     rs.fsdp2_load_full_state_dict(group, module, model(8).state_dict() if dist.get_rank() == 1 else {})
@@ -239,10 +236,7 @@ def test_within_a_group() -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), mixed_precision="bf16"
-    )
+    accelerator = accelerator_with(mixed_precision="bf16")
     with rs.using_group(group), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert init_mesh("cpu").mesh.tolist() == [1, 2]

@@ -9,7 +9,6 @@ import copy
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from raysharding import PlanError, Sharding
 from raysharding import distributed as rs
 from raysharding.distributed import init_mesh, shard_module
 from tests.distributed.checks import on_ranks
+from tests.distributed.comm.test_process_groups import accelerator_with
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LINEAR, ROOT = Sharding(wrap=["Linear"]), Sharding(wrap="none")
@@ -279,10 +279,8 @@ def test_sharded_states_with_replicas(root: Path) -> None:
         module, again = shard_module(stack(8), mesh, LINEAR), shard_module(stack(8, seed=1), mesh, LINEAR)
         optimizer, other = adam(module), adam(again)
         train(module, optimizer, width=8)
-        configs = (
-            fsdp.ShardedStateDictConfig(offload_to_cpu=offload),
-            fsdp.ShardedOptimStateDictConfig(offload_to_cpu=offload),
-        )
+        kinds = (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig)
+        configs: list[Any] = [kind(offload_to_cpu=offload) for kind in kinds]
         for each in (module, again):
             rs.set_state_dict_type(each, SHARDED, *configs)
         state, held = rs.optim_state_dict(module, optimizer), module.state_dict()
@@ -485,13 +483,7 @@ def test_meshes_of_accelerates_parallelism_config() -> None:
         whole = config.build_device_mesh("cpu")
         group = None if num_ranks == 4 else whole[tuple(config.fsdp_dim_names)].get_group()
         for efficient in (True, False):
-            plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=efficient)
-            accelerator: Any = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin),
-                device=torch.device("cpu"),
-                torch_device_mesh=whole,
-                parallelism_config=config,
-            )
+            accelerator = accelerator_with(efficient, torch_device_mesh=whole, parallelism_config=config)
             has_values = not efficient or dist.get_rank(group) == 0
             module = rs.fsdp2_prepare_model(accelerator, stack(seed=42 if has_values else 9))
             held: Any = list(module.parameters())

@@ -229,10 +229,8 @@ def export_a_plain_module(root: Path) -> None:
 def test_what_is_no_floating_tensor_stays(tmp_path: Path) -> None:
     run_ranks(2, export_a_plain_module, tmp_path)
     saved = held_in(tmp_path / "saved")
-    require_same(
-        held_in(tmp_path / "low"),
-        {key: one.half() if one.is_floating_point() else one for key, one in saved.items()},
-    )
+    expected = {key: one.half() if one.is_floating_point() else one for key, one in saved.items()}
+    require_same(held_in(tmp_path / "low"), expected)
 
 
 @pytest.mark.all_ranks
@@ -281,22 +279,12 @@ def test_every_name_that_the_libraries_write_travels(tmp_path: Path) -> None:
     assert len(names) >= 20, names
     names |= {utils.CONFIG_NAME, utils.FEATURE_EXTRACTOR_NAME, utils.IMAGE_PROCESSOR_NAME, utils.VIDEO_PROCESSOR_NAME}
     names |= {utils.AUDIO_TOKENIZER_NAME, utils.PROCESSOR_NAME, utils.GENERATION_CONFIG_NAME, utils.MODEL_CARD_NAME}
-    names |= {
-        hub.CHAT_TEMPLATE_FILE,
-        hub.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
-        f"{hub.CHAT_TEMPLATE_DIR}/tool_use.jinja",
-    }
+    names |= {hub.CHAT_TEMPLATE_FILE, hub.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
+    names |= {f"{hub.CHAT_TEMPLATE_DIR}/tool_use.jinja", "LICENSE", "NOTICE", "USE_POLICY.md", "README.md"}
     names |= {"special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"}
     names |= {"config_sentence_transformers.json", "sentence_bert_config.json", "modules.json", "idf.json"}
     names |= {"router_config.json", "1_Pooling/config.json", "2_Dense/config.json", "1_CNN/cnn_config.json"}
-    names |= {
-        "2_Dense/model.safetensors",
-        "3_Dense/pytorch_model.bin",
-        "README.md",
-        "LICENSE",
-        "NOTICE",
-        "USE_POLICY.md",
-    }
+    names |= {"2_Dense/model.safetensors", "3_Dense/pytorch_model.bin"}
     for name in names - {"modules.json"}:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
