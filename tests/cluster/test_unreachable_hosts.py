@@ -28,6 +28,8 @@ from tests.cluster.driver import Driver
 from tests.controllers import controller_pids
 from tests.faults.test_controller import slow_files, square
 
+pytestmark = pytest.mark.timeout(240)
+
 WIDE = 2_000_000
 """26 million parameters: buckets that take seconds at `RATE_MBIT`."""
 RATE_MBIT = 64.0
@@ -54,7 +56,6 @@ def begin_state_dict() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("wide")
 def test_a_bucket_that_never_arrives_keeps_nobody_from_judging_the_other_ranks(rays: RayHosts, driver: Driver) -> None:
     here, of_rank_0, other = rays.hosts
@@ -122,7 +123,6 @@ def group(whole: None, driver: Driver, checkpoint: str) -> None:
     driver.run(jobs.start, checkpoint, timeouts=Timeouts(call_s=5.0))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("group")
 def test_a_host_that_is_cut_off_is_a_hang(rays: RayHosts, driver: Driver) -> None:
     *others, host = rays.hosts
@@ -181,7 +181,6 @@ def in_a_fit(begun: Path) -> tuple[float, str]:
 PHASES = [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_controller_whose_node_is_lost_names_the_node(
     phase: Callable[[Path], tuple[float, str]], site: tuple[RayHosts, Driver], tmp_path: Path
@@ -219,7 +218,6 @@ def test_a_controller_whose_node_is_lost_names_the_node(
     assert_released(*rays.hosts)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.full
 def test_a_driver_lost_with_its_node_takes_its_unnamed_group_with_it(
     site: tuple[RayHosts, Driver], tmp_path: Path
@@ -235,7 +233,6 @@ def test_a_driver_lost_with_its_node_takes_its_unnamed_group_with_it(
     driver.run(jobs.start, str(tmp_path / "model.safetensors"), world_size=2, **FULL_PLACE)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     "in_collective", [pytest.param(False, id="own work", marks=pytest.mark.full), pytest.param(True, id="collective")]
@@ -256,7 +253,6 @@ def test_a_node_that_dies_in_a_call_is_named_at_once(rays: RayHosts, driver: Dri
     assert_released(*rays.hosts)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.full
 @pytest.mark.usefixtures("group")
 def test_a_node_that_dies_breaks_an_idle_group_and_gets_ranks_when_it_is_back(
@@ -281,7 +277,6 @@ def test_a_node_that_dies_breaks_an_idle_group_and_gets_ranks_when_it_is_back(
     assert host.address in [rank.node_ip for rank in ranks]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.full
 @pytest.mark.usefixtures("group")
 def test_ranks_that_are_cut_off_for_good_end_themselves(rays: RayHosts) -> None:
@@ -292,7 +287,6 @@ def test_ranks_that_are_cut_off_for_good_end_themselves(rays: RayHosts) -> None:
     assert time.monotonic() - cut > LEASE_S - 20.0, "a GCS may be away for a minute"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("whole")
 def test_the_head_dies_under_two_drivers_on_another_host(rays: RayHosts, checkpoint: str) -> None:
     """A rank that dies with it is named at once; else its silence is told, and nobody waits for Ray's minute."""

@@ -37,6 +37,7 @@ from tests.models.architectures import ARCHITECTURES
 from tests.models.tiny import tiny_models
 from tests.spawn import device_type, run_ranks
 
+pytestmark = pytest.mark.timeout(200)
 NAMES = ("mixtral", "qwen2-vl", "swin")
 
 
@@ -134,7 +135,6 @@ def computed(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("save_both", ["one", "many"])
 def test_it_is_what_safetensors_and_zlib_say(saves: Path, world_size: int, save_both: str) -> None:
@@ -149,7 +149,6 @@ def test_it_is_what_safetensors_and_zlib_say(saves: Path, world_size: int, save_
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(200)
 def test_any_number_of_ranks_saves_the_same(saves: Path) -> None:
     one = [(saves / str(world_size) / "one" / MANIFEST).read_bytes() for world_size in (1, 2, 3)]
     assert one[0] == one[1] == one[2]
@@ -159,7 +158,6 @@ def test_any_number_of_ranks_saves_the_same(saves: Path) -> None:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(200)
 def test_a_save_beside_copied_sidecars_has_its_own(saves: Path) -> None:
     assert (saves / "2" / "many" / "tokenizer.json").exists()
     assert (saves / "2" / "many" / MANIFEST).read_bytes() != (saves / "2" / "one" / MANIFEST).read_bytes()
@@ -201,7 +199,6 @@ def export(root: Path) -> None:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", world_sizes(1, 3, full=(2,)))
 def test_an_export_is_what_a_model_loaded_in_the_dtype_saves(world_size: int, tmp_path: Path) -> None:
     """Experts that are packed in the module, and a router that stays in float32."""
@@ -225,7 +222,6 @@ def export_a_plain_module(root: Path) -> None:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(120)
 def test_what_is_no_floating_tensor_stays(tmp_path: Path) -> None:
     run_ranks(2, export_a_plain_module, tmp_path)
     saved = held_in(tmp_path / "saved")
@@ -234,7 +230,6 @@ def test_what_is_no_floating_tensor_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(120)
 def test_a_group_exports_and_goes_on(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
     group: ShardedModelGroup = make_group(checkpoint)
     with group:
@@ -270,7 +265,6 @@ def names_of_tokenizers() -> set[str]:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(180)
 def test_every_name_that_the_libraries_write_travels(tmp_path: Path) -> None:
     from transformers import utils
     from transformers.utils import hub
@@ -310,7 +304,6 @@ def fine_tune(root: Path) -> None:
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(180)
 def test_a_fine_tuned_encoder_opens_with_its_modules(tmp_path: Path) -> None:
     """As the quickstart's MiniLM is made, with a Dense that has weights of its own, and chat templates in a folder."""
     transformers, st = pytest.importorskip("transformers"), pytest.importorskip("sentence_transformers")
