@@ -271,10 +271,8 @@ def test_forms(root: Path) -> None:
         for _ in range(2):
             torch.manual_seed(0)
             models.append(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
-        models = [
-            shard_module(models[0], init_mesh(device_type())),
-            fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh),
-        ]
+        shard_module(models[0], init_mesh(device_type()))
+        models[1] = fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01 * num_steps) for model in models]
         for model, optimizer in zip(models, optimizers, strict=True):
             for _ in range(num_steps):
@@ -286,10 +284,8 @@ def test_forms(root: Path) -> None:
     module, optimizer, flat, flat_optimizer = made_and_trained(3)
     everything = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     for rank0_only, offload in itertools.product((False, True), repeat=2):
-        configs = (
-            fsdp.FullStateDictConfig(),
-            fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only),
-        )
+        of_optimizer = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+        configs = fsdp.FullStateDictConfig(), of_optimizer
         other, fresh, flat_other, flat_fresh = made_and_trained(1)
         with contextlib.ExitStack() as stack:
             for each in (module, other):
@@ -300,9 +296,8 @@ def test_forms(root: Path) -> None:
             wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
             assert found.keys() == wanted.keys() == (set() if rank0_only and rank else {"state", "param_groups"})
             if found:
-                devices = {
-                    value.device.type for held in found["state"].values() for value in held.values() if value.ndim
-                }
+                values = [value for held in found["state"].values() for value in held.values() if value.ndim]
+                devices = {value.device.type for value in values}
                 assert devices == {"cpu" if offload else device_type()}
                 assert same(found["state"], wanted["state"], exact=False)
             given = optimizer.state_dict()
@@ -358,13 +353,16 @@ def test_mistakes(root: Path) -> None:
     full = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     with pytest.raises(ValueError, match="not the module's"):
         rs.full_optim_state_dict(module, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
-    odd = sgd(module) if rank == dist.get_world_size() - 1 and rank else optimizer
-    if dist.get_world_size() > 1:
-        with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
-            rs.full_optim_state_dict(module, odd)
-        with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
-            rs.save_checkpoint(module, root / f"half-{dist.get_world_size()}", optimizer=None if rank else optimizer)
-        assert not (root / f"half-{dist.get_world_size()}").exists()
+    size = dist.get_world_size()
+    odd, half = sgd(module) if rank == size - 1 and rank else optimizer, root / f"half-{size}"
+    if size > 1:
+        for call in (
+            lambda: rs.full_optim_state_dict(module, odd),
+            lambda: rs.save_checkpoint(module, half, optimizer=None if rank else optimizer),
+        ):
+            with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
+                call()
+        assert not half.exists()
     with pytest.raises(PlanError, match="rank 0 has no full_optim_state_dict"):
         rs.scatter_full_optim_state_dict(None, module)
     with pytest.raises(PlanError, match="no full optimizer state dict"):
@@ -453,18 +451,13 @@ def test_file_mistakes(root: Path) -> None:
     good = outline.read_bytes()
     fields = json.loads(good)
     tensors = {**fields["outline"]["tensors"], "few/exp_avg": [[1, 6], "load", True]}
-    hostile = [
-        b"{",
-        b"[]",
-        json.dumps({**fields, "format_version": 2}).encode(),
-        json.dumps({**fields, "outline": {}}).encode(),
-        json.dumps({**fields, "outline": {**fields["outline"], "tensors": tensors}}).encode(),
-        json.dumps({**fields, "outline": {**fields["outline"], "values": {"few": {"step": {"kind": "x"}}}}}).encode(),
-    ]
-    for data in hostile:
+    wrong: list[dict[str, Any]] = [{"tensors": tensors}, {"values": {"few": {"step": {"kind": "x"}}}}]
+    hostile = [{**fields, "format_version": 2}, {**fields, "outline": {}}]
+    hostile += [{**fields, "outline": {**fields["outline"], **one}} for one in wrong]
+    for data in ("{", "[]", *map(json.dumps, hostile)):
         dist.barrier()
         if rank == 0:
-            outline.write_bytes(data)
+            outline.write_text(data)
         dist.barrier()
         with pytest.raises(CheckpointError, match=r"raysharding\.optimizer\.json"):
             rs.load_optimizer_state(module, optimizer, path)
@@ -472,11 +465,9 @@ def test_file_mistakes(root: Path) -> None:
     if rank == 0:
         outline.write_bytes(good)
         weights = path / "optimizer" / "model.safetensors"
-        with weights.open("r+b") as file:
-            file.seek(-3, 2)
-            last = file.read(1)
-            file.seek(-3, 2)
-            file.write(bytes([last[0] ^ 1]))
+        held = bytearray(weights.read_bytes())
+        held[-3] ^= 1
+        weights.write_bytes(held)
     dist.barrier()
     assert same(rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
     with pytest.raises(CheckpointError, match="crc32"):

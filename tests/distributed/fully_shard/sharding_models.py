@@ -101,11 +101,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def fsdp1_gradients(module: Any) -> dict[str, torch.Tensor]:
     with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): item.grad.clone()
-            for name, item in module.named_parameters()
-            if item.grad is not None
-        }
+        return {name: item.grad.clone() for name, item in theirs_named(module).items() if item.grad is not None}
 
 
 def assert_same(

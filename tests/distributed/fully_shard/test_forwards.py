@@ -328,9 +328,8 @@ class Moves(TorchDispatchMode):
 @on_ranks(1)
 def test_labels_that_the_loss_function_alone_takes_move_with_the_batch() -> None:
     module = Scaled().to(META)  # stands for a GPU
-    batch = RankBatch(
-        (), {"tokens": Split(torch.ones(2, 3, dtype=torch.long)), "labels": Split(torch.ones(2, 4))}, 2, (2,)
-    )
+    columns = {"tokens": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 4)}
+    batch = RankBatch((), {name: Split(column) for name, column in columns.items()}, 2, (2,))
     # Numbers of a tensor without memory are what nobody can have: by then all of the batch has been moved.
     with Moves(), pytest.raises((RuntimeError, ValueError)):  # type: ignore[no-untyped-call]
         train_step(module, torch.optim.SGD(module.parameters(), lr=0.1), batch, loss=token_mean)

@@ -36,6 +36,7 @@ from tests.distributed.fully_shard.sharding_models import (
     rows,
     sharded,
 )
+from tests.models.architectures import ARCHITECTURES
 from tests.spawn import RanksFailedError, part_of_ranks, run_ranks
 
 NUM_ROWS = 72
@@ -309,9 +310,8 @@ class Opaque(Sometimes):
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_outputs_without_tensors_warn() -> None:
     module = sharded(build(Opaque), wrap="none")
-    with pytest.warns(
-        UserWarning, match=r"output, a Sealed: call raysharding\.distributed\.reduce_replicated_gradients\("
-    ):
+    said = r"output, a Sealed: call raysharding\.distributed\.reduce_replicated_gradients\("
+    with pytest.warns(UserWarning, match=said):
         module(rows(2))
     module(rows(2))
 
@@ -330,14 +330,12 @@ class Scalars(nn.Module):
 def test_missing_gradients_count_as_zeros() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = sharded(Scalars(), wrap="none")
-    scale, wide, idle = (module.get_parameter(name) for name in ("scale", "wide", "idle"))
+    scale, wide, idle = module.scale, module.wide, module.idle
     if rank == 1:  # the others have no gradient: they count as zeros
         scale.grad = torch.tensor(6.0)
     wide.grad = torch.tensor(float(rank), dtype=torch.float64)
     reduce_replicated_gradients(module)
-    assert scale.grad is not None
     assert scale.grad.item() == pytest.approx(6.0 / world_size)
-    assert wide.grad is not None
     assert wide.grad.dtype == torch.float64
     assert wide.grad.item() == pytest.approx((world_size - 1) / 2)
     assert idle.grad is None, "a parameter without a gradient anywhere must stay without: weight decay would move it"
@@ -389,16 +387,6 @@ def adapted(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(Adapted(dtype), Adapted(dtype), nn.Linear(6, 3))
 
 
-def tied_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=True,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.float() - target).square().mean(dim=1).mean()
 
@@ -429,7 +417,7 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 Model = tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]], Callable[..., torch.Tensor] | None]
 ADAPTED: Model = (adapted, vectors, distance)
-LLAMA: Model = (tied_llama, tokens, None)
+LLAMA: Model = (ARCHITECTURES["llama-tied"].make, tokens, None)
 SCHEDULES: list[tuple[Model, list[str]]] = [
     (ADAPTED, ["^2", "", "low|high", "^2", ""]),
     (ADAPTED, ["low|high", "base", "^0"]),

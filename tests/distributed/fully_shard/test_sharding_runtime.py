@@ -225,13 +225,8 @@ def test_prefetching() -> None:
     batch = mine(rows(24))
     expected = gradients_of(sharded(build(Deep), wrap=["Dropped"]), batch)
     forwards = {False: "g0 f0 g1 f1 g2 f2", True: "g0 g1 f0 g2 f1 f2", 2: "g0 g1 g2 f0 f1 f2"}
-    before = "g2 g1 b2 g0 b1 b0"
-    backwards: dict[Any, str] = {
-        "backward_pre": before,
-        BackwardPrefetch.BACKWARD_PRE: before,
-        None: "g2 b2 g1 b1 g0 b0",
-        "backward_post": "g2 b2 g1 b1 g0 b0",
-    }
+    backwards: dict[Any, str] = dict.fromkeys(("backward_pre", BackwardPrefetch.BACKWARD_PRE), "g2 g1 b2 g0 b1 b0")
+    backwards |= dict.fromkeys((None, "backward_post"), "g2 b2 g1 b1 g0 b0")
     for ahead, when in [(ahead, "backward_pre") for ahead in forwards] + [(False, when) for when in backwards]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -336,20 +331,15 @@ def train_compiled(backend: str, sharding: Sharding) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("noting", {}),
-        pytest.param("aot_eager", {"activation_checkpointing": True}, marks=pytest.mark.full),
-        pytest.param("inductor", {}, marks=pytest.mark.full),
-    ],
+    "backend", ["noting", *(pytest.param(one, marks=pytest.mark.full) for one in ("aot_eager", "inductor"))]
 )
-def test_compiled_blocks_train_as_one_process_does(backend: str, options: dict[str, bool]) -> None:
+def test_compiled_blocks_train_as_one_process_does(backend: str) -> None:
     pytest.importorskip("transformers")
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on CPUs")
     # Every rank compiles for itself, and a compiler takes long.
     world_size = 1 if backend == "inductor" else 2
-    sharding = Sharding(compile=backend, **options)  # type: ignore[arg-type]
+    sharding = Sharding(compile=backend, activation_checkpointing=backend == "aot_eager")
     run_ranks(world_size, train_compiled, backend, sharding, timeout_s=150)
 
 
@@ -389,13 +379,12 @@ def compare_depths(names: Sequence[str]) -> list[str]:
     return [told[name] for name, (few, many) in found.items() if few != many or many[1]]
 
 
-OTHERS = sorted(ARCHITECTURES.keys() - {"llama", "t5", "clip"})  # CLIP's texts and images are no rows of one batch
+_REST = sorted(ARCHITECTURES.keys() - {"llama", "t5", "clip"})  # CLIP's texts and images are no rows of one batch
+OTHERS = (_REST[::2], _REST[1::2])
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "names", [("llama", "t5"), *(pytest.param(OTHERS[part::2], marks=pytest.mark.full) for part in range(2))]
-)
+@pytest.mark.parametrize("names", [("llama", "t5"), *(pytest.param(part, marks=pytest.mark.full) for part in OTHERS)])
 def test_layers_of_one_kind_share_their_graphs(names: Sequence[str]) -> None:
     """Nor does a graph break. With the KV caches that transformers makes, the last layers ran eagerly."""
     pytest.importorskip("transformers")

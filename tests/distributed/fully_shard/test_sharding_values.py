@@ -218,9 +218,10 @@ def test_ignored_modules_load(root: Path) -> None:
 def test_bad_ignored_modules() -> None:
     stranger = nn.Linear(1, 1)
     net = build()
+    strange = ([stranger], "the given Linear is not part of this Net")
     cases: list[tuple[Any, str]] = [
         ("block", "'block' matches no module's whole name"),
-        ([stranger], "the given Linear is not part of this Net"),
+        strange,
         ([net], "includes the root"),
     ]
     for value, message in cases:
@@ -228,17 +229,12 @@ def test_bad_ignored_modules() -> None:
             shard_module(net, init_mesh(device_type()), Sharding(ignored_modules=value))
 
 
-class Normed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-
-
 @on_ranks(2)
 def test_what_is_sharded_already_is_refused() -> None:
     mesh = init_mesh(device_type())
     cases: tuple[tuple[Callable[[], Any], Callable[[Any], nn.Module], Sharding, list[str]], ...] = (
-        (Normed, lambda module: module, Sharding(wrap="none"), ["the root"]),
-        (Normed, lambda module: module[1], Sharding(wrap="none", mixed_precision="bf16"), ["1"]),
+        (small, lambda module: module, Sharding(wrap="none"), ["the root"]),
+        (small, lambda module: module[1], Sharding(wrap="none", mixed_precision="bf16"), ["1"]),
         (Net, lambda module: module.blocks[1], Sharding(), ["blocks.1"]),
     )
     for make, choose, sharding, names in cases:

@@ -27,9 +27,9 @@ from tests.distributed.loading.load_checks import (
     ODD,
     full_state,
     raised_everywhere,
+    require_filled,
     sharded,
 )
-from tests.distributed.models import filled
 from tests.spawn import device_type
 
 SMALL_DISK = "small"
@@ -77,10 +77,8 @@ def check_saves(root: Path) -> None:
     rs.save_checkpoint(module, target, overwrite=True)
     again = sharded(path)
     rs.load_checkpoint(again, target)
-    state = full_state(again)
+    require_filled(again)
     if dist.get_rank() == 0:
-        for name, tensor in filled().state_dict().items():
-            assert torch.equal(state[name], tensor), name
         assert os.listdir(root / "runs") == ["step-1"]
 
 
@@ -179,8 +177,7 @@ def check_full_disk(root: Path) -> None:
     saver = AsyncSaver()
     number = saver.save(wide, Destination(str(target), overwrite=True))
     saver.settle()
-    status = saver.status(number)
-    assert status is not None
+    status: Any = saver.status(number)
     assert "No space left" in str(status.error)
     # The error, which stays, keeps no connection open: a rank that waited for this one would wait on.
     group = weakref.ref(saver._group)
