@@ -81,30 +81,19 @@ def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) ->
     return whole
 
 
+ORDERS = {"rows_per_item": st.integers(1, 5), "shuffle": st.booleans(), "seed": st.integers(0, 3)}
+ORDERS["epoch"] = st.integers(0, 2)
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+
+
 @settings(deadline=None, max_examples=300)
-@given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
-    rows_per_item=st.integers(1, 5),
-    items=st.integers(1, 8),
-    world_size=st.integers(1, 7),
-    shuffle=st.booleans(),
-    seed=st.integers(0, 3),
-    epoch=st.integers(0, 2),
-    data=st.data(),
-)
+@given(SIZES, st.integers(1, 8), st.integers(1, 7), st.fixed_dictionaries(ORDERS), st.data())
 def test_every_row_once_and_each_item_in_one_step_on_one_rank(
-    sizes: list[int],
-    rows_per_item: int,
-    items: int,
-    world_size: int,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    data: st.DataObject,
+    sizes: list[int], items: int, world_size: int, options: dict[str, Any], data: st.DataObject
 ) -> None:
     """Wherever blocks end: the batches are those of one process, at every world size and after a resume."""
+    rows_per_item, shuffle = options["rows_per_item"], options["shuffle"]
     sizes.append(-sum(sizes) % rows_per_item or rows_per_item)
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "epoch": epoch, "rows_per_item": rows_per_item}
     batch_size = items * rows_per_item
     alone = batches_of(Blocks(sizes), batch_size, 1, **options)
     rows = [row for batch in alone for row in batch]
@@ -242,11 +231,8 @@ def run(seed: str, *changes: dict[str, Any]) -> list[str]:
     """Return the fingerprint of the program with each of these changes, all found in one process."""
     programs = json.dumps([PROGRAM.format(**FIRST | change) for change in changes])
     environment = os.environ | {"PYTHONHASHSEED": seed}
-    done = subprocess.run(
-        [sys.executable, "-c", EACH], env=environment, input=programs, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    command = [sys.executable, "-c", EACH]
+    return subprocess.check_output(command, env=environment, input=programs, text=True, timeout=100).split()
 
 
 def test_functions_count_by_what_decides_their_result() -> None:
@@ -260,9 +246,8 @@ def test_functions_count_by_what_decides_their_result() -> None:
 
 def test_values_count_and_their_places() -> None:
     def rows() -> list[dict[str, Any]]:
-        return [
-            {"id": index, "x": torch.full((2,), float(index)), "at": datetime.date(2026, 1, 1)} for index in range(9)
-        ]
+        at = datetime.date(2026, 1, 1)
+        return [{"id": index, "x": torch.full((2,), float(index)), "at": at} for index in range(9)]
 
     first = rows_fingerprint(source(rows()))
     assert rows_fingerprint(source(rows())) == first
@@ -273,10 +258,8 @@ def test_values_count_and_their_places() -> None:
     for other in (swapped, later, rows()[:-1]):
         assert rows_fingerprint(source(other)) != first
     columns: dict[str, Any] = {"x": np.arange(6).reshape(3, 2), "y": torch.ones(3, dtype=torch.bfloat16)}
-    found = {
-        rows_fingerprint(source(columns | {"x": x})) for x in (columns["x"], columns["x"].copy(), columns["x"][::-1])
-    }
-    assert len(found) == 2
+    values = (columns["x"], columns["x"].copy(), columns["x"][::-1])
+    assert len({rows_fingerprint(source(columns | {"x": x})) for x in values}) == 2
 
 
 def test_a_datasets_rows_are_sampled_over_its_length() -> None:

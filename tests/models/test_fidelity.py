@@ -21,12 +21,10 @@ from tests.models.architectures import ARCHITECTURES
 from tests.models.filling import everything, load_values, rewrite
 from tests.models.tiny import tiny_models
 
+FORMATS = {"fp32": (torch.float32, True), "bf16": (torch.bfloat16, True), "names-as-in-memory": (torch.float32, False)}
 
-@pytest.mark.parametrize(
-    ("dtype", "original_format"),
-    [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)],
-    ids=["fp32", "bf16", "names-as-in-memory"],
-)
+
+@pytest.mark.parametrize(("dtype", "original_format"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_are_those_of_from_pretrained(
     name: str, dtype: torch.dtype, original_format: bool, tmp_path: Path
@@ -156,8 +154,7 @@ def test_equal_values_are_a_tie_whatever_their_dtype(tmp_path: Path, monkeypatch
     monkeypatch.setattr(ties, "COMPARE_BYTES", 100)
     embedding = rewritten(tmp_path, {})
     for dtype in (None, torch.bfloat16):
-        head = embedding if dtype is None else embedding.to(dtype)
-        rewritten(tmp_path, {HEAD: head})
+        rewritten(tmp_path, {HEAD: embedding.to(dtype or embedding.dtype)})
         keys, problems = compared(tmp_path, dtype)
         assert [second.sources for second in keys.doubled] == [(HEAD,)]
         assert (keys.problems, keys.ignored, problems) == ((), (HEAD,), ())
@@ -188,11 +185,9 @@ def test_another_value_is_a_problem_that_names_the_cure(
     assert all(part in problem for part in (HEAD, EMBEDDING, "tie_word_embeddings"))
 
 
-@pytest.mark.parametrize(
-    ("head", "part"), [(torch.ones(5, 16), "(5, 16)"), (torch.ones(64, 16, dtype=torch.int64), "torch.int64")]
-)
-def test_a_second_name_that_does_not_fit_is_a_problem(head: torch.Tensor, part: str, tmp_path: Path) -> None:
-    rewritten(tmp_path, {HEAD: head})
+@pytest.mark.parametrize(("size", "dtype", "part"), [(5, torch.float32, "(5, 16)"), (64, torch.int64, "torch.int64")])
+def test_a_second_name_that_does_not_fit_is_a_problem(size: int, dtype: Any, part: str, tmp_path: Path) -> None:
+    rewritten(tmp_path, {HEAD: torch.ones(size, 16, dtype=dtype)})
     keys, problems = compared(tmp_path)
     (problem,) = keys.problems
     assert problem.startswith(HEAD)
@@ -203,8 +198,7 @@ def test_a_second_name_that_does_not_fit_is_a_problem(head: torch.Tensor, part: 
 def rebuilt(result: BlockTensor, sources: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the runs of `result` say, read from the sources."""
     flat = torch.full((result.numel(),), -1, dtype=torch.int64)
-    runs = result.runs(10**6)
-    assert runs is not None
+    runs: Any = result.runs(10**6)
     assert [run.target_start for run in runs] == sorted(run.target_start for run in runs)
     for run in runs:
         stop = run.target_start + run.num_elements
@@ -286,15 +280,11 @@ def test_a_reshape_of_too_many_ranges_is_refused(monkeypatch: pytest.MonkeyPatch
         whole.narrow(1, 0, 1).reshape(-1)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lambda box: torch.flip(box, (0,)), lambda box: torch.add(box, 1)],
-    ids=["flip", "add"],
-)
-def test_other_operations_are_refused(function: Any) -> None:
+@pytest.mark.parametrize(("function", "argument"), [(torch.flip, (0,)), (torch.add, 1)], ids=["flip", "add"])
+def test_other_operations_are_refused(function: Any, argument: Any) -> None:
     _, _, (whole,) = numbered(1, (2, 2))
     with pytest.raises(UnsupportedOperationError):
-        function(whole)
+        function(whole, argument)
 
 
 def test_mixed_dtypes_and_shapes_are_refused() -> None:

@@ -29,6 +29,7 @@ from raysharding.checkpoint.writing import FileWriter, create_staging
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors, refused, save
 from tests.checkpoint.staged import StagedDirectory
+from tests.checkpoint.torch_formats.dcp_files import assert_same_bits
 
 
 def save_value(final: Path, value: int, *, overwrite: bool = False) -> None:
@@ -83,9 +84,8 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -
         final.write_text("precious")
     else:
         final.mkdir()
-        (final / {"work": "thesis.tex", "config only": "config.json", "git": "model.safetensors"}[kind]).write_text(
-            "{}"
-        )
+        names_of = {"work": "thesis.tex", "config only": "config.json", "git": "model.safetensors"}
+        (final / names_of[kind]).write_text("{}")
     if kind == "git":
         (final / ".git").mkdir()
     with pytest.raises(CheckpointError, match=r"replace it: remove it yourself|what no save wrote|is not a directory"):
@@ -271,9 +271,8 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def test_a_mount_point_is_refused_before_a_byte_is_written(volume: Path) -> None:
     """A rename that replaced it would fail, when all was written beside it: to another disk."""
     for overwrite in (False, True):
-        with pytest.raises(
-            CheckpointError, match=r"is a mount point, .*: save to a directory in it, such as .*/volume/"
-        ):
+        what = "is a mount point, .*: save to a directory in it, such as .*/volume/"
+        with pytest.raises(CheckpointError, match=what):
             create_staging(volume, overwrite=overwrite)
         assert names(volume.parent) == ["source", "volume"]
         (volume / "model.safetensors").touch()
@@ -287,22 +286,13 @@ def test_the_safetensors_library_and_our_reader_read_every_dtype_and_shape_bit_e
     tensors = random_tensors()
     readable = {name: tensor for name, tensor in tensors.items() if not name.startswith("F8_E8M0")}
     save(tmp_path / "model.safetensors", readable)
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert set(loaded) == set(readable)
-    for name, tensor in readable.items():
-        assert loaded[name].dtype == tensor.dtype, name
-        assert loaded[name].shape == tensor.shape, name
-        assert torch.equal(bits(loaded[name]), bits(tensor)), name
+    assert_same_bits(load_file(tmp_path / "model.safetensors"), readable)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     save_file(readable, tmp_path / "theirs.safetensors")
     checkpoint = open_checkpoint(tmp_path / "theirs.safetensors")
-    assert set(checkpoint.tensors) == set(readable)
     with FileReader(checkpoint.files) as reader:
-        for name, tensor in readable.items():
-            read = reader.read_tensor(checkpoint.tensors[name])
-            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
-            assert torch.equal(bits(read), bits(tensor)), name
+        assert_same_bits({name: reader.read_tensor(info) for name, info in checkpoint.tensors.items()}, readable)
     save(tmp_path / "all.safetensors", tensors)
     checkpoint = open_checkpoint(tmp_path / "all.safetensors")
     with FileReader(checkpoint.files) as reader:
@@ -444,11 +434,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_temporary_files(tmp_path: 
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     script = f'{mount} && exec "{sys.executable}" -c "$0" "{tmp_path}"'
-    ran = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, FULL_DISK], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "tensor 'a': cannot be written: No space left on device" in ran.stdout
-    assert ran.stdout.splitlines()[-1] == f"['ckpt'] {1 << 16}"
+    said = subprocess.check_output(["unshare", "-rm", "sh", "-c", script, FULL_DISK], text=True, timeout=60)
+    assert "tensor 'a': cannot be written: No space left on device" in said
+    assert said.splitlines()[-1] == f"['ckpt'] {1 << 16}"
 
 
 @settings(deadline=None)

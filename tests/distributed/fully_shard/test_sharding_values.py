@@ -218,13 +218,8 @@ def test_ignored_modules_load(root: Path) -> None:
 def test_bad_ignored_modules() -> None:
     stranger = nn.Linear(1, 1)
     net = build()
-    strange = ([stranger], "the given Linear is not part of this Net")
-    cases: list[tuple[Any, str]] = [
-        ("block", "'block' matches no module's whole name"),
-        strange,
-        ([net], "includes the root"),
-    ]
-    for value, message in cases:
+    cases: list[tuple[Any, str]] = [("block", "'block' matches no module's whole name"), ([net], "includes the root")]
+    for value, message in (*cases, ([stranger], "the given Linear is not part of this Net")):
         with pytest.raises(PlanError, match=message):
             shard_module(net, init_mesh(device_type()), Sharding(ignored_modules=value))
 
