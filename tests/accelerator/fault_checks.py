@@ -86,11 +86,8 @@ def tags_above_0() -> dict[str, torch.Tensor]:
 def questions() -> dict[str, torch.Tensor]:
     """Answers of which one lies behind its text: the loss leaves out the length of the text."""
     ids = torch.arange(24).view(4, 6)
-    return {
-        "input_ids": ids,
-        "start_positions": torch.tensor([1, 2, 6, 0]),
-        "end_positions": torch.tensor([1, 3, 6, 5]),
-    }
+    start, end = torch.tensor([1, 2, 6, 0]), torch.tensor([1, 3, 6, 5])
+    return {"input_ids": ids, "start_positions": start, "end_positions": end}
 
 
 class Tagger(nn.Module):
@@ -165,6 +162,16 @@ def check_loss(name: str) -> None:
 # --- devices, state and generators ----------------------------------------------------------------------------------
 
 
+@contextmanager
+def small_jobs(read_ranges: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
+    """Let loads read by this, in many jobs."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(FileReader, "read_ranges", read_ranges)
+        for module in (streams, sources):
+            changed.setattr(module, "JOB_BYTES", 256)
+        yield changed
+
+
 def check_reader_threads(root: Path) -> None:
     """The threads that read use their rank's device alone. The first check of a process: it counts from there."""
     module = sharded(make_model().to("meta"))
@@ -177,10 +184,7 @@ def check_reader_threads(root: Path) -> None:
             together.wait(20)  # three threads read at once
         read(self, file, ranges)
 
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(FileReader, "read_ranges", meet)
-        changed.setattr(streams, "JOB_BYTES", 256)
-        changed.setattr(sources, "JOB_BYTES", 256)
+    with small_jobs(meet) as changed:
         changed.setattr(streams, "READ_THREADS", 8)  # of two ranks
         rs.load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
     assert len(seen) == 3
@@ -198,10 +202,7 @@ def check_an_error_of_one_reading_thread(root: Path) -> None:
         read(self, file, ranges)
 
     for transport in ("local", "scatter", "broadcast"):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(streams, "JOB_BYTES", 256)
-            changed.setattr(sources, "JOB_BYTES", 256)
-            changed.setattr(FileReader, "read_ranges", fails)
+        with small_jobs(fails):
             calls = iter(range(1000))
             module = sharded(make_model().to("meta"))
             options = Loading(transport, bucket_bytes=4096, num_readers=None if transport == "local" else 2)

@@ -95,8 +95,8 @@ def assert_as_planned(group: ShardedModelGroup, path: Path, offload: bool) -> No
     plan = ShardedModelGroup.plan(path, model=make_layers, world_size=2, **options)
     peaks = [report["peak_device_bytes"] for report in group.status()["ranks"]]
     assert peaks == pytest.approx([rank.device_bytes - CONTEXT_BYTES for rank in plan.ranks], rel=0.02)
-    assert group.preflight_report is not None
-    assert [len(node.gpu_free_bytes) for node in group.preflight_report.nodes] == [2]
+    report: Any = group.preflight_report
+    assert [len(node.gpu_free_bytes) for node in report.nodes] == [2]
 
 
 def check_out_of_memory(path: Path) -> None:
@@ -218,8 +218,8 @@ def check_ranks_that_share_gpus(path: Path) -> None:
         assert len(table) == 5
         assert "is shared by ranks 0, 1: " in first, first
         assert "is shared by ranks 2, 3: " in second, second
-        assert group.preflight_report is not None
-        assert [len(node.gpu_free_bytes) for node in group.preflight_report.nodes] == [2]
+        report: Any = group.preflight_report
+        assert [len(node.gpu_free_bytes) for node in report.nodes] == [2]
 
 
 def check_groups_that_share_gpus(path: Path) -> None:
@@ -452,8 +452,8 @@ def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
         for how in ("raises", "dies", "hangs"):
             with pytest.raises(GroupError) as caught:
                 group.train_step(Split(torch.ones(4, 8)), loss=partial(lost_loss, how), **rows)
-            assert caught.value.primary is not None
-            assert caught.value.primary.rank == 1, how
+            primary: Any = caught.value.primary
+            assert primary.rank == 1, how
             assert group.state.value == "broken", how
             assert group.restart().checkpoint == str(path), how
             torch.testing.assert_close(group.forward(Split(torch.ones(4, 8))), expected)

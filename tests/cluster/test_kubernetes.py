@@ -132,8 +132,7 @@ def test_clusters_of_the_job_and_of_the_notebook_are_alike() -> None:
                 place[listed] = [one for one in place[listed] if one["name"] != "job"]
         assert mine == other
     assert resident["authOptions"] == job["authOptions"]
-    pinned = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
+    pinned: Any = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
     assert (resident["rayVersion"], job["rayVersion"]) == (pinned[1], pinned[1]), "what the tests run with"
 
 
@@ -251,9 +250,8 @@ def resolve(*files: Path, **environment: str) -> subprocess.CompletedProcess[str
     command = [str(Path(sys.executable).with_name("podman-compose"))]
     command += [part for file in files for part in ("--file", str(file))]
     path = {"PATH": os.environ["PATH"]}
-    return subprocess.run(
-        [*command, "config"], env=path | environment, cwd=COMPOSE_FOLDER, capture_output=True, text=True, timeout=60
-    )
+    options: dict[str, Any] = {"env": path | environment, "cwd": COMPOSE_FOLDER, "timeout": 60}
+    return subprocess.run([*command, "config"], capture_output=True, text=True, **options)
 
 
 @pytest.mark.skipif(shutil.which("podman") is None, reason="podman-compose needs podman, also to read a file")

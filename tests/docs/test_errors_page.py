@@ -280,9 +280,8 @@ def test_texts_of_a_group(llama: Path) -> None:
     made: list[ShardedModelGroup] = []
 
     def make() -> None:
-        made.append(
-            ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19)
-        )
+        options: dict[str, Any] = {"name": "llama", "max_output_bytes": 1 << 19}
+        made.append(ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", **options))
 
     said["started"] = say(make)
     try:
