@@ -377,17 +377,19 @@ def test_what_other_meshes_saved(root: Path) -> None:
         with state_dict_type(module, SHARDED):
             save_sharded(module.state_dict(), checkpoint_id=root / f"sharded-{index}", process_group=ranks)
     dist.barrier()  # nobody reads before the files are whole
+    expected = [filled(saved).state_dict() for saved in range(len(list(root.glob("full-*.pt"))))]
     for mesh, sharding, ranks in meshes:
-        for saved in range(len(list(root.glob("full-*.pt")))):
-            module = shard_module(filled(9), mesh, sharding)
+        module = shard_module(filled(9), mesh, sharding)
+        for saved, values in enumerate(expected):  # each load replaces other values
             _load(module, FULL, torch.load(root / f"full-{saved}.pt") if rank() == 0 else {})
-            models.require_equal(module, filled(saved).state_dict())
-            module = shard_module(filled(9), mesh, sharding)
+            models.require_equal(module, values)
+        module = shard_module(filled(9), mesh, sharding)
+        for saved, values in enumerate(expected):
             with state_dict_type(module, SHARDED):
                 state = module.state_dict()
                 load_sharded(state, checkpoint_id=root / f"sharded-{saved}", process_group=ranks)
                 module.load_state_dict(state)
-            models.require_equal(module, filled(saved).state_dict())
+            models.require_equal(module, values)
 
 
 def initialise(module: nn.Module) -> None:

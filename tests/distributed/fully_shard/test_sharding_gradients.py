@@ -49,9 +49,10 @@ NUM_ROWS = 72
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_clipping_as_fsdp1(replicate_size: int) -> None:
     batch = mine(rows(NUM_ROWS))
+    module, oracle = sharded(build(), replicate_size=replicate_size), fsdp1(build())
     for norm_type, share in itertools.product((1, 2.0, math.inf), (0.3, 0.0, 10.0)):
-        module, oracle = sharded(build(), replicate_size=replicate_size), fsdp1(build())
         for each in (module, oracle):
+            each.zero_grad()
             each(batch).square().sum().backward()
         expected = oracle.clip_grad_norm_(math.inf, norm_type)
         bound = share * float(expected)
@@ -64,10 +65,11 @@ def test_clipping_as_fsdp1(replicate_size: int) -> None:
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_norms_equal_one_process(replicate_size: int) -> None:
     batch = rows(NUM_ROWS)
+    module, twin = sharded(build(), replicate_size=replicate_size), build()
     for norm_type in (0.5, 1.0, 2.0, 3.0, math.inf):
-        module, twin = sharded(build(), replicate_size=replicate_size), build()
-        module(mine(batch)).square().mean().backward()
-        twin(batch).square().mean().backward()
+        for each, part in ((module, mine(batch)), (twin, batch)):
+            each.zero_grad()
+            each(part).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
         measured = clip_grad_norm_(module, math.inf, norm_type)
         assert measured.dtype == torch.float32
@@ -421,7 +423,7 @@ LLAMA: Model = (ARCHITECTURES["llama-tied"].make, tokens, None)
 SCHEDULES: list[tuple[Model, list[str]]] = [
     (ADAPTED, ["^2", "", "low|high", "^2", ""]),
     (ADAPTED, ["low|high", "base", "^0"]),
-    (LLAMA, ["norm", "", "embed_tokens", "q_proj", ""]),
+    (LLAMA, ["norm", "", "embed_tokens"]),
 ]
 
 
@@ -443,12 +445,13 @@ def equals_fresh_ones(model: Model, patterns: list[str], dtype: torch.dtype, num
         found = weights(module)
         for name, value in weights(fresh).items():
             assert torch.equal(found[name], value), (pattern, name)
-        assert gradients(module).keys() == gradients(fresh).keys(), pattern
+        trained = [[name for name, one in each.named_parameters() if one.grad is not None] for each in (module, fresh)]
+        assert trained[0] == trained[1], pattern
         with torch.no_grad():
             module(**{key: value for key, value in batch.kwargs.items() if key != "target"})
 
 
-@on_ranks(2, 3, full=(4,))
+@on_ranks(3, full=(2, 4))
 def test_others_in_another_dtype() -> None:
     """Adapters in fp32 on a base in bf16: either may be trained, but one FSDP group has one dtype of gradients."""
     fields: dict[str, Any] = {"wrap": ["Adapted"], "mixed_precision": "bf16"}
@@ -473,7 +476,7 @@ def test_others_in_another_dtype() -> None:
     assert not torch.equal(found["0.base.weight"], before["0.base.weight"])
 
 
-@on_ranks(2, 3, full=(4,))
+@on_ranks(3, full=(2, 4))
 def test_requires_grad_set_while_full_parameters_are_registered() -> None:
     """By names, on the full parameters, or by the shards that a list holds: the later one counts."""
     module, batch = sharded(build(adapted), wrap="none"), mine(rows(FROZEN_ROWS, 6))
@@ -488,7 +491,7 @@ def test_requires_grad_set_while_full_parameters_are_registered() -> None:
         assert all(parameter.requires_grad == is_trained for parameter in shards), (of_shards, is_trained)
 
 
-@on_ranks(2, 3, full=(4,))
+@on_ranks(3, full=(2, 4))
 def test_freezing_and_thawing(replicate_size: int) -> None:
     low = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     fields: dict[str, Any] = {"replicate_size": replicate_size}
