@@ -460,8 +460,8 @@ def check_group_that_loses_a_rank_in_the_backward(path: Path) -> None:
 
 
 CHECKS = [name for name in list(globals()) if name.startswith("check_")]
-FULL = ("check_quickstart", "check_finetune", "check_group_of_dead_devices", "check_group_that_hangs")
-FULL += ("check_group_that_loses_a_rank_in_the_backward",)
+FULL = {"check_quickstart", "check_finetune", "check_group_of_dead_devices", "check_group_that_hangs"}
+FULL.add("check_group_that_loses_a_rank_in_the_backward")
 """Those of the whole grid."""
 
 

@@ -64,10 +64,10 @@ def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     assert names - described == set()
 
     foreign = re.compile(r"^(https?:)?//")
-    for path in tmp_path.rglob("*.html"):
-        assert [target for target in Fetched(path.read_text()).targets if foreign.match(target)] == [], path
-    for path in tmp_path.rglob("*.css"):
-        assert re.findall(r"url\([\"']?(?:https?:)?//|@import", path.read_text()) == [], path
+    for page in tmp_path.rglob("*.html"):
+        assert [target for target in Fetched(page.read_text()).targets if foreign.match(target)] == [], page
+    for sheet in tmp_path.rglob("*.css"):
+        assert re.findall(r"url\([\"']?(?:https?:)?//|@import", sheet.read_text()) == [], sheet
 
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "pictures.py"
