@@ -27,7 +27,8 @@ source "$venv/bin/activate"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 short=(
   tests/test_public_api.py # imports each module
-  tests/distributed/saving/test_saved_names.py
+  tests/distributed/saving/test_saved_files.py::test_packed_models_are_saved_as_transformers_saves_them
+  tests/distributed/saving/test_saved_files.py::test_what_a_store_is_sent_comes_in_the_order_of_the_file
   tests/distributed/saving/test_merging.py::test_weights_are_accelerates
   tests/group/test_group.py::test_training_saving_and_reopening
   tests/group/launch/test_restart.py::test_a_rank_that_fails_alone_breaks_the_group_until_a_restart

@@ -44,9 +44,7 @@ def load_extension() -> Any:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 _build(library)
-    spec = importlib.util.spec_from_file_location(NAME, library)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(NAME, library)
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     return extension

@@ -23,18 +23,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding import RayshardingError
+from raysharding import distributed as rs
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.checkpoint import FileReader
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import (
-    init_mesh,
-    load_checkpoint,
-    load_full_state_dict,
-    load_optimizer_state,
-    save_checkpoint,
-    shard_module,
-    train_step,
-)
+from raysharding.distributed import init_mesh, shard_module, train_step
 from raysharding.distributed.comm import waits_for_others
 from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor
 from raysharding.distributed.loading import load as streams
@@ -93,11 +86,8 @@ def tags_above_0() -> dict[str, torch.Tensor]:
 def questions() -> dict[str, torch.Tensor]:
     """Answers of which one lies behind its text: the loss leaves out the length of the text."""
     ids = torch.arange(24).view(4, 6)
-    return {
-        "input_ids": ids,
-        "start_positions": torch.tensor([1, 2, 6, 0]),
-        "end_positions": torch.tensor([1, 3, 6, 5]),
-    }
+    start, end = torch.tensor([1, 2, 6, 0]), torch.tensor([1, 3, 6, 5])
+    return {"input_ids": ids, "start_positions": start, "end_positions": end}
 
 
 class Tagger(nn.Module):
@@ -172,6 +162,16 @@ def check_loss(name: str) -> None:
 # --- devices, state and generators ----------------------------------------------------------------------------------
 
 
+@contextmanager
+def small_jobs(read_ranges: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
+    """Let loads read by this, in many jobs."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(FileReader, "read_ranges", read_ranges)
+        for module in (streams, sources):
+            changed.setattr(module, "JOB_BYTES", 256)
+        yield changed
+
+
 def check_reader_threads(root: Path) -> None:
     """The threads that read use their rank's device alone. The first check of a process: it counts from there."""
     module = sharded(make_model().to("meta"))
@@ -184,12 +184,9 @@ def check_reader_threads(root: Path) -> None:
             together.wait(20)  # three threads read at once
         read(self, file, ranges)
 
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(FileReader, "read_ranges", meet)
-        changed.setattr(streams, "JOB_BYTES", 256)
-        changed.setattr(sources, "JOB_BYTES", 256)
+    with small_jobs(meet) as changed:
         changed.setattr(streams, "READ_THREADS", 8)  # of two ranks
-        load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
+        rs.load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
     assert len(seen) == 3
     touched = load_extension().touched()
     assert set(touched) == {dist.get_rank()}, touched
@@ -205,33 +202,30 @@ def check_an_error_of_one_reading_thread(root: Path) -> None:
         read(self, file, ranges)
 
     for transport in ("local", "scatter", "broadcast"):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(streams, "JOB_BYTES", 256)
-            changed.setattr(sources, "JOB_BYTES", 256)
-            changed.setattr(FileReader, "read_ranges", fails)
+        with small_jobs(fails):
             calls = iter(range(1000))
             module = sharded(make_model().to("meta"))
             options = Loading(transport, bucket_bytes=4096, num_readers=None if transport == "local" else 2)
             with pytest.raises(RayshardingError, match="a dead disk"):
-                load_checkpoint(module, root / "model.safetensors", loading=options)
+                rs.load_checkpoint(module, root / "model.safetensors", loading=options)
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("raysharding-read")]
         assert not left, left
-    load_checkpoint(sharded(make_model().to("meta")), root / "model.safetensors", loading=Loading("local"))
+    rs.load_checkpoint(sharded(make_model().to("meta")), root / "model.safetensors", loading=Loading("local"))
 
 
 def check_offloaded_state(root: Path) -> None:
     """Under offload the restored state of an optimizer is in host memory, and the next step is that of the first."""
     module = sharded(make_model().to("meta"), cpu_offload=True)
-    load_checkpoint(module, root / "model.safetensors")
+    rs.load_checkpoint(module, root / "model.safetensors")
     batch, losses = batch_of({"input": torch.ones(4, 64)}), []
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     train_step(module, optimizer, batch, loss=mean_square)
-    save_checkpoint(module, root / "offloaded", optimizer=optimizer)
+    rs.save_checkpoint(module, root / "offloaded", optimizer=optimizer)
     for source in (None, root / "offloaded"):
         if source is not None:
-            load_checkpoint(module, source)
+            rs.load_checkpoint(module, source)
             optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            load_optimizer_state(module, optimizer, source)
+            rs.load_optimizer_state(module, optimizer, source)
             devices = {state["exp_avg"].device.type for state in optimizer.state.values()}
             assert devices == {"cpu"}, devices
         losses.append([train_step(module, optimizer, batch, loss=mean_square)["loss"] for _ in range(2)])
@@ -248,7 +242,7 @@ def check_offloaded_state_of_whole_matrices(root: Path) -> None:
     torch.manual_seed(0)
     alone = make_model()
     module = sharded(make_model().to("meta"), cpu_offload=True)
-    load_full_state_dict(module, alone.state_dict() if dist.get_rank() == 0 else {})
+    rs.load_full_state_dict(module, alone.state_dict() if dist.get_rank() == 0 else {})
     rows = torch.ones(4, 64)
     optimizer = torch.optim.Adafactor(module.parameters(), lr=0.01)
     expected = torch.optim.Adafactor(alone.parameters(), lr=0.01)
@@ -317,15 +311,15 @@ def check_one_rank_without_memory(root: Path) -> None:
     module, rank = sharded(make_model()), dist.get_rank()
     begun = time.monotonic()
     for work in (
-        partial(load_checkpoint, module, root / "model.safetensors", loading=Loading("scatter")),
-        partial(save_checkpoint, module, root / "without-memory"),
+        partial(rs.load_checkpoint, module, root / "model.safetensors", loading=Loading("scatter")),
+        partial(rs.save_checkpoint, module, root / "without-memory"),
     ):
         load_extension().set_limit(rank, load_extension().memory_allocated(rank) if rank == 1 else None)
         with pytest.raises((torch.OutOfMemoryError, RayshardingError), match="out of memory"):
             work()
         load_extension().set_limit(rank, None)
     assert time.monotonic() - begun < 20
-    save_checkpoint(module, root / "without-memory")
+    rs.save_checkpoint(module, root / "without-memory")
 
 
 def die_and_say_something_else(*_: Any) -> None:
@@ -425,7 +419,7 @@ def load(hang: Hang, root: Path, loading: Loading) -> None:
 
     module = sharded(make_model().to("meta"))
     with hang.watched():
-        load_checkpoint(module, root / "model.safetensors", loading=loading, progress=progress)
+        rs.load_checkpoint(module, root / "model.safetensors", loading=loading, progress=progress)
     assert hang.sign.exists(), calls
 
 
@@ -433,7 +427,7 @@ def hang_in_save(hang: Hang, root: Path) -> None:
     """Rank 1 stops amid a save."""
     module = sharded(make_model())
     with hang.watched():
-        save_checkpoint(module, root / f"saved-{device_type()}", progress=hang.strike)
+        rs.save_checkpoint(module, root / f"saved-{device_type()}", progress=hang.strike)
 
 
 HANGS: dict[str, Callable[[Hang, Path], None]] = {
@@ -491,8 +485,7 @@ class _LostInBackward(torch.autograd.Function):
 
 def lost_in_backward(value: torch.Tensor, how: str) -> torch.Tensor:
     """Return the value; in its backward rank 1 `raises`, `dies` or `hangs`."""
-    lost: torch.Tensor = _LostInBackward.apply(value, how)  # type: ignore[no-untyped-call]
-    return lost
+    return _LostInBackward.apply(value, how)  # type: ignore[no-untyped-call]
 
 
 def lost_loss(how: str, output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:

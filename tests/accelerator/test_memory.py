@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,7 @@ from tests.accelerator.device import sim
 from tests.spawn import run_ranks
 
 TRANSPORTS: tuple[Transport, ...] = ("local", "scatter", "broadcast")
-CASES = [
-    (transport, dtype, offload)
-    for transport in TRANSPORTS
-    for dtype in (torch.float32, torch.bfloat16)
-    for offload in (False, True)
-]
-
-
+CASES = list(product(TRANSPORTS, (torch.float32, torch.bfloat16), (False, True)))
 SAVES = ((False, False), (True, False), (False, True))
 """(offload, trained) of the saves."""
 
@@ -79,10 +73,10 @@ def loads(path: Path, replicate_size: int, bucket_bytes: int | None) -> list[tup
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "replicate_size", "bucket_bytes"),
-    [(2, 1, None), *(pytest.param(*case, 1 << 20, marks=pytest.mark.full) for case in ((3, 1), (4, 2)))],
-)
+SIZES = [(2, 1, None), *(pytest.param(*case, 1 << 20, marks=pytest.mark.full) for case in ((3, 1), (4, 2)))]
+
+
+@pytest.mark.parametrize(("world_size", "replicate_size", "bucket_bytes"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_load_takes_what_the_preflight_counts(
     tmp_path: Path, world_size: int, replicate_size: int, bucket_bytes: int | None, dtype: torch.dtype

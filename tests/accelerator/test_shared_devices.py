@@ -60,16 +60,9 @@ def join(folder: Path, number: int, index: int, why: str | None) -> None:
         time.sleep(0.01)
     port, prefix = file.read_text().split()
     rendezvous.why_unshareable = lambda version: why  # as that NCCL would say
-    join_process_group(
-        rendezvous.StoreAddress("127.0.0.1", int(port), prefix),
-        rank=rank,
-        world_size=2,
-        device=torch.device("sim", index),
-        node_ip="127.0.0.1",
-        rendezvous_s=30.0,
-        timeout_s=30.0,
-        server=server,
-    )
+    address = rendezvous.StoreAddress("127.0.0.1", int(port), prefix)
+    options: dict[str, Any] = {"node_ip": "127.0.0.1", "rendezvous_s": 30.0, "timeout_s": 30.0, "server": server}
+    join_process_group(address, rank=rank, world_size=2, device=torch.device("sim", index), **options)
 
 
 def joins(folder: Path) -> list[str]:
@@ -78,11 +71,8 @@ def joins(folder: Path) -> list[str]:
     os.environ["RANK"] = str(rank)
     outcomes: list[str] = []
     # The NCCL of one node is too old: all ranks refuse.
-    tries: list[tuple[int, Any]] = [
-        (0, "NCCL 2.28.9 refuses" if rank else None),
-        (rank, "NCCL 2.28.9 refuses"),
-        (0, None),
-    ]
+    old = "NCCL 2.28.9 refuses"
+    tries: list[tuple[int, Any]] = [(0, old if rank else None), (rank, old), (0, None)]
     for number, (index, why) in enumerate(tries):
         dist.destroy_process_group() if dist.is_initialized() else None
         torch.get_device_module("sim").set_device(index)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from raysharding.checkpoint import open_checkpoint
-from raysharding.config import Loading
+from raysharding.config import Loading, Transport
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.fully_shard import local_tensor
 from raysharding.distributed.loading import load
@@ -125,50 +125,39 @@ def check_collectives() -> None:
 
 def check_an_index_out_of_range_kills_the_device() -> None:
     """As a device-side assert does: every later call fails. The last check, therefore."""
-    logits = torch.zeros(2, 3, device="sim")
+    logits, labels = torch.zeros(2, 3, device="sim"), torch.tensor([1, 7], device="sim")
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        nn.functional.cross_entropy(
-            logits, torch.tensor([1, 7], device="sim")
-        ).item()  # as on CUDA, where the host waits
+        nn.functional.cross_entropy(logits, labels).item()  # as on CUDA, where the host waits
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         torch.zeros(2, device="sim")
 
 
-ALONE = (
-    check_copies_are_asynchronous,
-    check_copies_of_pageable_memory_wait,
-    check_fresh_memory_is_garbage,
-    check_memory_is_counted,
-    check_random_numbers,
-    check_devices_do_not_mix,
-    check_an_index_out_of_range_kills_the_device,
-)
+ALONE = [name for name in list(globals()) if name.startswith("check_") and name != "check_collectives"]
 
 
 def run_alone() -> dict[str, str]:
     """All checks of one process; name → traceback."""
-    return {check.__name__: outcome_of(check) for check in ALONE}
+    return {name: outcome_of(globals()[name]) for name in ALONE}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
     """Traceback of each check of one process."""
-    outcomes: dict[str, str] = run_ranks(1, run_alone, device="sim")[0]
-    return outcomes
+    return run_ranks(1, run_alone, device="sim")[0]
 
 
-@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
-def test_alone(check: Callable[[], None], alone: dict[str, str]) -> None:
-    assert not alone[check.__name__], alone[check.__name__]
+@pytest.mark.parametrize("name", ALONE)
+def test_alone(name: str, alone: dict[str, str]) -> None:
+    assert not alone[name], alone[name]
 
 
 def test_a_device_in_exclusive_mode_has_one_process(tmp_path: Path) -> None:
     code = "from tests.accelerator.device import register; register(); import torch; torch.zeros(1, device='sim:1')"
     environment = os.environ | {"SIM_EXCLUSIVE": str(tmp_path)}
-    command = [sys.executable, "-c", f"{code}; print('has it', flush=True); input()"]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdin is not None
-        assert first.stdout is not None
+    command: Any = [sys.executable, "-c", f"{code}; print('has it', flush=True); input()"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    first: Any
+    with subprocess.Popen(command, env=environment, **pipes) as first:
         assert first.stdout.readline() == "has it\n"
         second = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         first.stdin.write("\n")
@@ -260,13 +249,13 @@ def loaded_and_saved(path: Path) -> None:
     sources.JOB_BYTES = load.JOB_BYTES = 4096  # several threads read each bucket
     rows = {name: full.chunk(dist.get_world_size())[dist.get_rank()] for name, full in load_file(path).items()}
     wrong: list[str] = []  # said at the end: the other rank, where all may be right, waits in the next load
-    for transport in ("local", "broadcast", "scatter"):
+    transports: tuple[Transport, ...] = ("local", "broadcast", "scatter")
+    for transport in transports:
         module = shard_module(build_module(make_model, open_checkpoint(path), None), init_mesh("sim"))
         load_checkpoint(module, path, loading=Loading(transport, bucket_bytes=16 << 10))
         parameters = dict(module.named_parameters())
-        for name, parameter in parameters.items():
-            if not torch.equal(local_tensor(parameter).cpu(), rows[name]):
-                wrong.append(f"{name} is wrong after the load by {transport}")
+        differ = (name for name, one in parameters.items() if not torch.equal(local_tensor(one).cpu(), rows[name]))
+        wrong += [f"{name} is wrong after the load by {transport}" for name in differ]
     assert not wrong, "\n".join(wrong)
     copied = save.HostMemory().copies(parameters, "weights")
     for name, tensor in copied.items():

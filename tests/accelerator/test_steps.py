@@ -102,22 +102,22 @@ def counts_on_ranks() -> dict[str, Any]:
     return found
 
 
+Counted = dict[int, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def counted() -> dict[int, list[dict[str, Any]]]:
+def counted() -> Counted:
     """World size → counts of each rank."""
     return {size: run_ranks(size, counts_on_ranks, device="sim") for size in (1, 2)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_leaves_the_queue_full_where_the_host_waits(
-    world_size: int, counted: dict[int, list[dict[str, Any]]]
-) -> None:
+def test_a_step_leaves_the_queue_full_where_the_host_waits(world_size: int, counted: Counted) -> None:
     """Two waits, for the numbers of the loss and for the norm: behind the first the backward is queued, behind the
     second the update. More layers add no more launches than with FSDP2 by hand.
     """
-    ours, more, hand, more_by_hand = (
-        counted[world_size][0][name] for name in ("ours 2", "ours 6", "by hand 2", "by hand 6")
-    )
+    names = ("ours 2", "ours 6", "by hand 2", "by hand 6")
+    ours, more, hand, more_by_hand = (counted[world_size][0][name] for name in names)
     for counts in (ours, more):
         assert (counts["waits"], counts["drains"]) == (2, 0), counts
     assert more["launches"] - ours["launches"] <= more_by_hand["launches"] - hand["launches"], (ours, more)
@@ -147,7 +147,7 @@ def counts_of_other_steps() -> list[dict[str, int]]:
     return [parts, counts_of(lambda: train_step(scaled, another, batch, loss=square))]
 
 
-def test_parts_and_replicated_parameters_add_no_wait_that_drains(counted: dict[int, list[dict[str, Any]]]) -> None:
+def test_parts_and_replicated_parameters_add_no_wait_that_drains(counted: Counted) -> None:
     """A wait for the numbers of each part, behind which its backward is queued."""
     parts, scaled = counted[2][0]["others"]
     assert (parts["waits"], parts["drains"]) == (5, 0), parts
@@ -185,8 +185,7 @@ def counts_in_a_fit() -> list[dict[str, int]]:
     run = fit_of(torch.randn(5 * ROWS, WIDTH, generator=torch.Generator().manual_seed(1)))
     for _ in range(5):
         before = load_extension().counts()
-        step = run.step(module, optimizer)
-        assert step is not None
+        step: Any = run.step(module, optimizer)
         taken.append(step.metrics)
         found.append({name: number - before[name] for name, number in load_extension().counts().items()})
         norms = [metrics["grad_norm"] for metrics in taken]
@@ -197,7 +196,7 @@ def counts_in_a_fit() -> list[dict[str, int]]:
     return found
 
 
-def test_a_run_reads_the_norm_of_a_step_when_the_next_is_queued(counted: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_run_reads_the_norm_of_a_step_when_the_next_is_queued(counted: Counted) -> None:
     for counts in counted[2][0]["fit"][2:]:
         assert (counts["waits"], counts["drains"]) == (2, 0), counts
 
@@ -221,7 +220,7 @@ def weights_after_skips() -> list[torch.Tensor]:
     return [local_tensor(parameter).cpu() for parameter in module.parameters()]
 
 
-def test_a_batch_that_is_skipped_leaves_no_update_queued(counted: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_batch_that_is_skipped_leaves_no_update_queued(counted: Counted) -> None:
     module, targets = blocks(2), make_targets()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     for first in (0, 2 * ROWS):

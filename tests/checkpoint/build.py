@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.checkpoint.format.sidecars import list_sidecar_files
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME
 from raysharding.checkpoint.storage import storage_of
 from raysharding.checkpoint.writing import FileWriter
+from raysharding.errors import CheckpointError
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -74,3 +76,10 @@ def save_sharded(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]
 def sidecar_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The small files beside a checkpoint's weights that a save copies."""
     return list_sidecar_files(storage_of(checkpoint.directory), checkpoint.directory)
+
+
+def refused(path: str | Path, message: str, **options: Any) -> CheckpointError:
+    """Open a checkpoint, which must raise an error with this message; return that."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path, **options)
+    return caught.value

@@ -22,11 +22,8 @@ from tests.conftest import rank_processes
 RELEASE_S = 10.0
 # As docs/pages/cluster.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
 # A node whose processes are gone is given up after 3 s instead of 15, a silent one after 33 s instead of 65.
-QUICK = {
-    "RAY_timeout_ms_task_wait_for_death_info": "200",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-}
+QUICK = {"RAY_timeout_ms_task_wait_for_death_info": "200", "RAY_health_check_period_ms": "1000"}
+QUICK["RAY_health_check_failure_threshold"] = "3"
 """Variables for Ray."""
 
 

@@ -65,8 +65,7 @@ def tls(folder: Path, hosts: Hosts) -> dict[str, str]:
 @contextmanager
 def captured(host: Host, path: Path) -> Iterator[None]:
     """Write all packets from and to a host into a file."""
-    capture = host.popen([sys.executable, "-c", CAPTURE, INTERFACE, str(path)], stdout=subprocess.PIPE)
-    assert capture.stdout is not None
+    capture: Any = host.popen([sys.executable, "-c", CAPTURE, INTERFACE, str(path)], stdout=subprocess.PIPE)
     assert capture.stdout.readline() == b"ready\n"
     yield
     time.sleep(0.5)

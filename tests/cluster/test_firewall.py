@@ -112,8 +112,7 @@ def left_out(ports: str, index: int) -> pytest.MarkDecorator:
 
 def test_the_page_s_numbers_are_those_of_the_files_beside_it(rays: RayHosts) -> None:
     opened = [port for port, row in table().items() if row[-2] == "yes"]
-    listed = re.search(r"set ports \{.*?elements = \{(.*?)\n\t\t\}", FIREWALL.read_text(), re.DOTALL)
-    assert listed is not None
+    listed: Any = re.search(r"set ports \{.*?elements = \{(.*?)\n\t\t\}", FIREWALL.read_text(), re.DOTALL)
     assert sorted(re.findall(r"^\s*([\d-]+),", listed[1], re.MULTILINE)) == sorted(opened)
     assert '--8<-- "cluster/firewall.nft"' in PAGE
     started = [rays._ray_start(host) for host in rays.hosts[:2]]
@@ -191,8 +190,7 @@ def test_a_firewalled_host_is_named_within_the_deadline(
 
 @left_out("11000-11999", 2)
 def test_without_the_workers_ports_ranks_do_not_start(driver: Driver, checkpoint: str, closed: Host) -> None:
-    with pytest.raises(
-        CallTimeoutError, match=r"let the nodes reach each other at the ports of Ray's workers"
-    ) as caught:
+    what = "let the nodes reach each other at the ports of Ray's workers"
+    with pytest.raises(CallTimeoutError, match=what) as caught:
         driver.run(jobs.start, checkpoint, placement=PLACEMENT, timeouts=Timeouts(start_s=6.0))
     assert closed.address in {failure.node_ip for failure in caught.value.failures.values()}

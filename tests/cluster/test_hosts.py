@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -47,8 +48,7 @@ print(time.monotonic() - start_s)
 
 def transfer(source: Host, target: Host, num_mib: int, watch: Callable[[], None] = lambda: None) -> float:
     """Send over TCP; returns seconds from before the connection to the last byte read. `watch` runs meanwhile."""
-    receiver = target.popen([sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
-    assert receiver.stdout is not None
+    receiver: Any = target.popen([sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
     assert receiver.stdout.readline() == "listening\n"
     sender = source.popen([sys.executable, "-c", SEND, target.name, str(num_mib)], stdout=subprocess.PIPE, text=True)
     while sender.poll() is None:
@@ -61,8 +61,7 @@ def transfer(source: Host, target: Host, num_mib: int, watch: Callable[[], None]
 def listening(host: Host, address: str, port: int) -> subprocess.Popen[str]:
     """A process that listens there."""
     code = f"import socket, time; s = socket.create_server(('{address}', {port})); print(1, flush=True); time.sleep(60)"
-    server = host.popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
+    server: Any = host.popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     server.stdout.readline()
     return server
 
@@ -165,8 +164,7 @@ def is_sleeping(pid: int) -> bool:
 def test_nothing_is_left_after_sigterm() -> None:
     code = "from cluster.local.hosts import Hosts\nimport time\nwith Hosts(2) as hosts:\n"
     code += " hosts[0].popen(['sleep', '60'])\n print('up', flush=True)\n time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process: Any = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     assert leftovers(process.pid)
     process.terminate()

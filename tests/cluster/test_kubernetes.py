@@ -1,9 +1,13 @@
-"""cluster/kubernetes by the schemas of who reads it, and by what must agree between its files."""
+"""Files for Kubernetes and Docker Compose: by the schemas of who reads them, and by what must agree in them."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.cluster.driver import ROOT
 from tests.cluster.kuberay import FOLDER, Manifest, manifests, one, ray_command, templates
 from tests.docs.blocks import blocks_of
 
@@ -127,8 +132,7 @@ def test_clusters_of_the_job_and_of_the_notebook_are_alike() -> None:
                 place[listed] = [one for one in place[listed] if one["name"] != "job"]
         assert mine == other
     assert resident["authOptions"] == job["authOptions"]
-    pinned = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
+    pinned: Any = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
     assert (resident["rayVersion"], job["rayVersion"]) == (pinned[1], pinned[1]), "what the tests run with"
 
 
@@ -234,3 +238,37 @@ def test_the_image_pins_what_the_tests_run_with() -> None:
     copied = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.MULTILINE)
     for path in " ".join(copied).split():
         assert any(f"!{path}".startswith(line) for line in ignored if line.startswith("!")), path
+
+
+COMPOSE_FOLDER = ROOT / "cluster"
+CPUS, GPUS = COMPOSE_FOLDER / "docker-compose.yaml", COMPOSE_FOLDER / "docker-compose.gpu.yaml"
+
+
+def resolve(*files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The files as one, with variables filled in, by podman-compose."""
+    pytest.importorskip("podman_compose")
+    command = [str(Path(sys.executable).with_name("podman-compose"))]
+    command += [part for file in files for part in ("--file", str(file))]
+    path = {"PATH": os.environ["PATH"]}
+    options: dict[str, Any] = {"env": path | environment, "cwd": COMPOSE_FOLDER, "timeout": 60}
+    return subprocess.run([*command, "config"], capture_output=True, text=True, **options)
+
+
+@pytest.mark.skipif(shutil.which("podman") is None, reason="podman-compose needs podman, also to read a file")
+@pytest.mark.parametrize("files", [(CPUS,), (CPUS, GPUS)], ids=["cpus", "gpus"])
+def test_the_files_keep_to_the_specification(files: tuple[Path, ...]) -> None:
+    compose_spec = pytest.importorskip("compose_spec")
+    resolved = resolve(*files, RAY_AUTH_TOKEN="secret")
+    compose_spec.PyCompose.from_yaml(resolved.stdout)
+    services = yaml.safe_load(resolved.stdout)["services"]
+    # Ray runs what it is sent, and Jupyter too: for this machine alone, and with the token.
+    assert [port for service in services.values() for port in service["ports"] if port[:10] != "127.0.0.1:"] == []
+    assert {service["environment"]["RAY_AUTH_TOKEN"] for service in services.values()} == {"secret"}
+    assert ("deploy" in services["head"], "deploy" in services["notebook"]) == (GPUS in files, False)
+
+
+@pytest.mark.skipif(shutil.which("podman") is None, reason="podman-compose needs podman, also to read a file")
+def test_nothing_starts_without_a_token() -> None:
+    resolved = resolve(CPUS)
+    assert resolved.returncode != 0
+    assert "32 random bytes" in resolved.stderr + resolved.stdout

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -44,8 +45,7 @@ def test_it_runs_with_an_interrupt_and_a_restart_of_its_kernel(driver: Driver, r
     assert failed == ["fit"], "the interrupt alone"
     assert "KeyboardInterrupt" in outputs["fit"]
     assert "GroupState.READY" in outputs["state"]
-    report = re.search(r"^step 40, loss (\S+): (\d+) steps", outputs["resume"], re.MULTILINE)
-    assert report is not None
+    report: Any = re.search(r"^step 40, loss (\S+): (\d+) steps", outputs["resume"], re.MULTILINE)
     assert 20 < int(report[2]) < 40, "it went on after the steps that the interrupt let end"
     assert float(report[1]) < 4.0, "from 5.5"
     # The view saw what ran in later cells: steps of both runs.

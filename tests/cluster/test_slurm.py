@@ -11,6 +11,7 @@ import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +142,8 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         os.kill(driver, signal.SIGCONT)
         slurm.wait(lambda: slurm.job(job)["JobState"] == "PENDING", 100, "it is queued again")
         said = log.read_text()
-        stopped = re.search(
-            r"SIGTERM ended the run after step (\d+), saved in \S+; the program ends with status 0", said
-        )
+        what = r"SIGTERM ended the run after step (\d+), saved in \S+; the program ends with status 0"
+        stopped = re.search(what, said)
         assert stopped is not None, said
         assert int(stopped[1]) < NUM_STEPS
         check_the_urgent_job(slurm, fails)
@@ -243,9 +243,7 @@ def test_the_script_says_how_it_is_called_and_the_page_which_port_is_ray_clients
     called = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=30)
     assert (called.returncode, called.stderr) == (2, "no program: sbatch raysharding.sbatch PROGRAM [ARGUMENTS]\n")
 
-    port = re.search(r"port=(\$\(\(.+\)\))$", SCRIPT.read_text(), re.MULTILINE)
-    example = re.search(r'"ray://node17:(\d+)"\)` for job (\d+)', PAGE.read_text())
-    assert port is not None
-    assert example is not None
+    port: Any = re.search(r"port=(\$\(\(.+\)\))$", SCRIPT.read_text(), re.MULTILINE)
+    example: Any = re.search(r'"ray://node17:(\d+)"\)` for job (\d+)', PAGE.read_text())
     command = ["bash", "-c", f"SLURM_JOB_ID={example[2]}; echo {port[1]}"]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() == example[1]

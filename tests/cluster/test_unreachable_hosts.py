@@ -5,6 +5,8 @@ The last file here that uses `rays`: its last test takes the head away.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,21 +20,68 @@ from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import CallTimeoutError, FitStep, GroupError, Placement, Timeouts
 from raysharding.group.controller.members import LEASE_S
+from raysharding.units import MIB
 from tests.clock import now, wait_until
 from tests.cluster import jobs
-from tests.cluster.conftest import QUICK, assert_released, joined, rank_pids, require_hosts
+from tests.cluster.conftest import QUICK, assert_released, joined, rank_pids, require_hosts, save_for
 from tests.cluster.driver import Driver
 from tests.controllers import controller_pids
 from tests.faults.test_controller import slow_files, square
 
 pytestmark = pytest.mark.timeout(240)
 
+WIDE = 2_000_000
+"""26 million parameters: buckets that take seconds at `RATE_MBIT`."""
+RATE_MBIT = 64.0
+
+
+@pytest.fixture
+def wide(hosts: Hosts, rays: RayHosts, driver: Driver, tmp_path: Path) -> Iterator[None]:
+    """Two ranks on each of the hosts 1 and 2, rank 0 on host 1, of a model that takes long to reach the driver."""
+    seen = save_for(rays.hosts[1], jobs.make_mlp(WIDE)(), tmp_path)
+    spread: dict[str, Any] = {"world_size": 4, "strategy": "PACK", "labels": {"role": "worker"}}
+    ranks = driver.run(jobs.start, seen, width=WIDE, **spread, timeouts=Timeouts(call_s=40.0, drain_s=1.0))
+    assert [rank.node_ip for rank in ranks] == [rays.hosts[number].address for number in (1, 1, 2, 2)]
+    hosts.set_rate(RATE_MBIT)
+    yield
+    hosts.set_rate(None)
+    rays.hosts[1].mend()
+    driver.run(jobs.stop)
+    driver.run(jobs.await_nodes, 3)
+
+
+def begin_state_dict() -> None:
+    """Begin to gather the whole model to this driver."""
+    jobs._call = jobs.group().state_dict.remote()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("wide")
+def test_a_bucket_that_never_arrives_keeps_nobody_from_judging_the_other_ranks(rays: RayHosts, driver: Driver) -> None:
+    here, of_rank_0, other = rays.hosts
+    before = here.link_bytes()
+    driver.run(begin_state_dict)
+    wait_until(lambda: (here.link_bytes() - before).received > 3 * MIB, 60, "a bucket is on its way", every_s=0.01)
+    of_rank_0.cut()
+    time.sleep(0.5)
+    killed = now()
+    os.kill(rank_pids(other)[1], signal.SIGKILL)
+    seen, _ = driver.run(jobs.state_within, "broken", 30.0)
+    assert seen - killed < 2.0
+    ended, error = driver.run(jobs.failure)
+    assert isinstance(error, GroupError)
+    assert "died" in str(error)
+    assert ended - killed < 10.0
+    driver.run(jobs.stop)
+    assert_released(here, other)
+    of_rank_0.mend()
+    assert_released(of_rank_0)
+
+
 GIVE_UP_S = 10.0
 """Ray gives a node up after 3 s without its processes here (`conftest.QUICK`); the driver's own look is shorter."""
-FULL_PLACE: dict[str, Any] = {
-    "placement": Placement(strategy="STRICT_SPREAD", cpus_per_rank=2.0),
-    "timeouts": Timeouts(place_s=30.0),
-}
+FULL_PLACE: dict[str, Any] = {"placement": Placement(strategy="STRICT_SPREAD", cpus_per_rank=2.0)}
+FULL_PLACE["timeouts"] = Timeouts(place_s=30.0)
 """All CPUs of the nodes that have ranks."""
 
 
@@ -129,9 +178,10 @@ def in_a_fit(begun: Path) -> tuple[float, str]:
     return now(), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "phase", [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
-)
+PHASES = [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
+
+
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_controller_whose_node_is_lost_names_the_node(
     phase: Callable[[Path], tuple[float, str]], site: tuple[RayHosts, Driver], tmp_path: Path
 ) -> None:

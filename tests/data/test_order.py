@@ -1,17 +1,36 @@
-"""The order of rows: every row once an epoch, the same batches at every world size, exact after a resume."""
+"""The order of rows, exact after a resume at every world size, and fingerprints of rows and functions."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import PIL.Image
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysharding.data import BlockSource, Reader, SequenceRows, Stream, epoch_batches
+from raysharding.data import (
+    BlockSource,
+    Reader,
+    SequenceRows,
+    Stream,
+    epoch_batches,
+    fingerprint,
+    rows_fingerprint,
+    rows_of,
+)
 from raysharding.data.order import WINDOW_ROWS, Order
 from raysharding.errors import DataError
 
@@ -62,30 +81,19 @@ def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) ->
     return whole
 
 
+ORDERS = {"rows_per_item": st.integers(1, 5), "shuffle": st.booleans(), "seed": st.integers(0, 3)}
+ORDERS["epoch"] = st.integers(0, 2)
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+
+
 @settings(deadline=None, max_examples=300)
-@given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
-    rows_per_item=st.integers(1, 5),
-    items=st.integers(1, 8),
-    world_size=st.integers(1, 7),
-    shuffle=st.booleans(),
-    seed=st.integers(0, 3),
-    epoch=st.integers(0, 2),
-    data=st.data(),
-)
+@given(SIZES, st.integers(1, 8), st.integers(1, 7), st.fixed_dictionaries(ORDERS), st.data())
 def test_every_row_once_and_each_item_in_one_step_on_one_rank(
-    sizes: list[int],
-    rows_per_item: int,
-    items: int,
-    world_size: int,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    data: st.DataObject,
+    sizes: list[int], items: int, world_size: int, options: dict[str, Any], data: st.DataObject
 ) -> None:
     """Wherever blocks end: the batches are those of one process, at every world size and after a resume."""
+    rows_per_item, shuffle = options["rows_per_item"], options["shuffle"]
     sizes.append(-sum(sizes) % rows_per_item or rows_per_item)
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "epoch": epoch, "rows_per_item": rows_per_item}
     batch_size = items * rows_per_item
     alone = batches_of(Blocks(sizes), batch_size, 1, **options)
     rows = [row for batch in alone for row in batch]
@@ -172,3 +180,105 @@ def test_the_windows_of_a_lane_are_bounded() -> None:
     windows = list(order.lane_windows(0, 0))
     assert max(window.stop - window.start for window, _ in windows) == WINDOW_ROWS
     assert sum(len(places) for _, places in windows) == order.lane_items(0)
+
+
+PROGRAM = """
+import sys
+from functools import partial
+import torch
+from raysharding.data import fingerprint
+
+SCALE = {scale}
+
+def helper(x, known=frozenset(["a", "b", "c"])):
+    return fn if x in {{"a", "b", "c", {const!r}}} else SCALE
+
+LABELS = {labels}
+mean = {unrelated}
+
+def inner(x):
+    return x + {inner}
+
+def fn(outputs, batch, {default}):
+    '''Return columns.'''
+    helper(batch)
+    late = lambda one: inner(one) + len(LABELS)
+    return {{"value": [one {op} inner(SCALE) for one in outputs.mean(late)]}}
+
+def unset():
+    return never
+    never = 1
+
+class Call:
+    def __init__(self):
+        self.k = {k}
+    def __call__(self, x):
+        return x
+
+closed = [fn, {{"b": torch.arange(3.0)}}, 2.5, Call()]
+linear = torch.nn.Linear(2, 2, bias=False)
+torch.nn.init.constant_(linear.weight, {weight})
+print(fingerprint([fn, partial(fn, 1, k=2), Call(), Call().__call__, lambda: (closed, linear), torch.{builtin}, unset]))
+"""
+FIRST: dict[str, Any] = {"scale": 1, "const": "d", "default": "k=1", "op": "+", "k": 3}
+FIRST |= {"labels": ["a"], "inner": 1, "weight": 0.5, "builtin": "relu", "unrelated": 1.0}
+
+
+EACH = "import json, sys; [exec(one, {'__name__': 'program'}) for one in json.load(sys.stdin)]"
+
+
+def run(seed: str, *changes: dict[str, Any]) -> list[str]:
+    """Return the fingerprint of the program with each of these changes, all found in one process."""
+    programs = json.dumps([PROGRAM.format(**FIRST | change) for change in changes])
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", EACH]
+    return subprocess.check_output(command, env=environment, input=programs, text=True, timeout=100).split()
+
+
+def test_functions_count_by_what_decides_their_result() -> None:
+    others: dict[str, Any] = {"scale": 2, "const": "e", "default": "k=2", "op": "-", "k": 4}
+    others |= {"labels": ["b"], "inner": 2, "weight": 1.0, "builtin": "sigmoid"}
+    first, unrelated, *changed = run("1", {}, {"unrelated": 2.0}, *({name: one} for name, one in others.items()))
+    assert run("2", {}) == [first]
+    assert unrelated == first, "an attribute is no global of its name"
+    assert {name: one for name, one in zip(others, changed, strict=True) if one == first} == {}
+
+
+def test_values_count_and_their_places() -> None:
+    def rows() -> list[dict[str, Any]]:
+        at = datetime.date(2026, 1, 1)
+        return [{"id": index, "x": torch.full((2,), float(index)), "at": at} for index in range(9)]
+
+    first = rows_fingerprint(source(rows()))
+    assert rows_fingerprint(source(rows())) == first
+    swapped = rows()
+    swapped[3], swapped[4] = swapped[4], swapped[3]
+    later = rows()
+    later[5]["at"] = datetime.date(2026, 1, 2)
+    for other in (swapped, later, rows()[:-1]):
+        assert rows_fingerprint(source(other)) != first
+    columns: dict[str, Any] = {"x": np.arange(6).reshape(3, 2), "y": torch.ones(3, dtype=torch.bfloat16)}
+    values = (columns["x"], columns["x"].copy(), columns["x"][::-1])
+    assert len({rows_fingerprint(source(columns | {"x": x})) for x in values}) == 2
+
+
+def test_a_datasets_rows_are_sampled_over_its_length() -> None:
+    numbers = datasets.Dataset.from_dict({"x": list(range(1000))})
+    first = rows_fingerprint(source(numbers))
+    assert rows_fingerprint(source(datasets.Dataset.from_dict({"x": list(range(1000))}))) == first
+    assert rows_fingerprint(source(numbers.select(range(999, -1, -1)))) != first
+    assert rows_fingerprint(source(numbers.shuffle(seed=1))) != first
+
+
+def source(data: Any) -> Any:
+    return rows_of(data)
+
+
+def test_objects_count_by_their_repr_or_type() -> None:
+    assert fingerprint([object()]) == fingerprint([object()])
+    images = [PIL.Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
+    assert fingerprint(images) != fingerprint(images[::-1])
+    assert fingerprint([torch.eye(2).to_sparse()]) == fingerprint([torch.eye(2).to_sparse()])
+    assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
+    assert fingerprint([Path("a")]) != fingerprint([Path("b")])
+    assert fingerprint([partial(print, 1)]) != fingerprint([partial(print, 2)])

@@ -1,7 +1,8 @@
-"""Parquet files as rows: real files of pyarrow, on disk and in an S3 server."""
+"""Parquet files as rows, on disk and in an S3 server, and files of any kind in a store that fails."""
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, remote_storage
 from raysharding.data import (
     DataPath,
     KnownColumns,
     ParquetFiles,
+    TextFiles,
     epoch_batches,
     files,
     is_path,
@@ -28,6 +31,7 @@ from raysharding.data import (
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.collate import default_collate
 from raysharding.errors import DataError
+from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -38,9 +42,7 @@ def table(first: int, num_rows: int) -> pa.Table:
     return pa.table(
         {
             "number": pa.array(numbers, pa.int64()),
-            "ids": pa.array(
-                [[number, number + 1, number + 2][: number % 4] for number in numbers], pa.list_(pa.int32())
-            ),
+            "ids": pa.array([list(range(one, one + 3))[: one % 4] for one in numbers], pa.list_(pa.int32())),
             "text": [f"row {number}" for number in numbers],
             "weight": [None if number % 5 == 0 else number / 2 for number in numbers],
             "nested": [[[number], [1, 2]] for number in numbers],
@@ -114,8 +116,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
     process = psutil.Process()
     fds, memory = process.num_fds(), process.memory_info().rss
     batches = epoch_batches(source, 300, 0, 1, shuffle=True)
-    first = next(batches)
-    assert first is not None
+    first: Any = next(batches)
     assert len(first.rows) == 300
     assert process.num_fds() <= fds + 2
     assert process.memory_info().rss - memory < 600 << 20, "300 lanes of 512 rows are 1 GB as Python's numbers"
@@ -127,10 +128,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
         (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
         (lambda folder: pq.write_table(table(0, 0), folder / "no.parquet") or folder / "no.parquet", "has no rows"),
         (lambda folder: (folder / "notes").write_text("x") and folder / "notes", "cannot be read: .*Parquet"),
-        (
-            lambda folder: (folder / "empty").mkdir() or folder / "empty",
-            "holds no .parquet, .jsonl, .ndjson, .csv, .json file",
-        ),
+        (lambda folder: (folder / "e").mkdir() or folder / "e", "holds no .parquet, .jsonl, .ndjson, .csv, .json file"),
     ],
 )
 def test_what_is_no_data_is_named(directory: Path, make: Any, said: str) -> None:
@@ -155,11 +153,8 @@ def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> Non
     wider = {"ids": pa.array([[1, 2]], pa.large_list(pa.int64())), "label": pa.array([1], pa.int16())}
     pq.write_table(pa.table(wider), tmp_path / "b.parquet")
     assert len(rows_of(opened(tmp_path))) == 2
-    for column, kind in (
-        (pa.array([[1.0, 2.0]]), "lists of floats"),
-        (pa.array([["1"]]), "lists of text"),
-        (pa.nulls(1), "null"),
-    ):
+    others = {"lists of floats": pa.array([[1.0, 2.0]]), "lists of text": pa.array([["1"]]), "null": pa.nulls(1)}
+    for kind, column in others.items():
         pq.write_table(pa.table({**columns, "ids": column}), tmp_path / "c.parquet")
         with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
             opened(tmp_path)
@@ -198,10 +193,8 @@ def test_nulls_are_refused_by_column(nulls: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()])
 def test_unsigned_ids_become_those_that_embeddings_take(kind: Any) -> None:
-    rows = ArrowRows(
-        pa.table({"ids": pa.array([[1, 2], [3, 4]], pa.list_(kind)), "id": pa.array([5, 6], kind)}).to_batches()
-    )
-    batch = default_collate(list(rows))
+    columns = {"ids": pa.array([[1, 2], [3, 4]], pa.list_(kind)), "id": pa.array([5, 6], kind)}
+    batch = default_collate(list(ArrowRows(pa.table(columns).to_batches())))
     assert {name: one.dtype for name, one in batch.items()} == {"ids": torch.int64, "id": torch.int64}
     assert batch["ids"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(ValueError, match=f"{2**63} is over|{2**63}, is over int64"):
@@ -213,9 +206,8 @@ def test_a_null_among_texts_is_named() -> None:
         return {"ids": torch.tensor([[len(row["text"])] for row in rows])}
 
     rows = [{"text": "a", "x": 1}, {"text": None, "x": 2}]
-    with pytest.raises(
-        ValueError, match=r"'NoneType'.*; row\['text'\] is null in row 1 of the batch: fill such values"
-    ):
+    said = r"'NoneType'.*; row\['text'\] is null in row 1 of the batch: fill such values"
+    with pytest.raises(ValueError, match=said):
         rank_batch(tokenized, 0, rows, (2,)).collated()
     assert set(rank_batch(KnownColumns(None), 0, rows, (2,)).collated().kwargs) == {"x"}, "text is dropped as a column"
 
@@ -287,3 +279,71 @@ def test_columns_that_the_model_does_not_take_are_not_read(tmp_path: Path, s3: S
     assert opened(path, known=without_names).columns == ("number", "id"), "text makes no tensors"
     with pytest.raises(DataError, match="rows have the columns text, number, id, and the model takes only x: rename"):
         opened(path, known=KnownColumns({"x"}))
+
+
+__all__ = ["s3", "s3_server"]
+
+NUMBERS = np.random.default_rng(0).integers(0, 1 << 60, 2000).tolist()
+ONCE_EACH = [
+    Fault("status", status=503, code="SlowDown", path=r"list-type|prefix", times=1),
+    Fault("status", status=503, method="HEAD", path=r"rows\.", times=1),
+    Fault("status", status=503, code="SlowDown", path=r"rows\.", times=1),
+    Fault("short", path=r"rows\.", times=2),
+]
+
+
+@pytest.fixture(params=["parquet", "jsonl", "csv"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> str:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / f"rows.{request.param}"
+    if request.param == "parquet":
+        pq.write_table(pa.table({"number": NUMBERS}), path)
+    elif request.param == "jsonl":
+        path.write_text("".join(json.dumps({"number": number}) + "\n" for number in NUMBERS))
+    else:
+        path.write_text("number\n" + "".join(f"{number}\n" for number in NUMBERS))
+    return s3.upload(tmp_path / "data", f"data-{request.param}")
+
+
+def opened_there(uri: str) -> ParquetFiles | TextFiles:
+    kind = ParquetFiles if "data-parquet" in uri else TextFiles
+    return kind.open(DataPath(uri), list_files(uri), (), None)
+
+
+def numbers(uri: str) -> list[int]:
+    source = opened_there(uri)
+    return [row["number"] for one in epoch_batches(source, 100, 0, 1) if one is not None for row in one.rows]
+
+
+def test_errors_and_short_answers_change_no_row(uri: str, s3: S3Server) -> None:
+    faults = [Fault(**vars(fault)) for fault in ONCE_EACH]
+    s3.proxy.faults += faults
+    assert numbers(uri) == NUMBERS
+    assert [fault.times for fault in faults] == [0, 0, 0, 0], "a fault never hit"
+    s3.proxy.faults.append(Fault("short", path=r"rows\."))
+    with pytest.raises(DataError, match=r"rows\.\w+: cannot be read: reading .* tried 5 times: the answer has fewer"):
+        numbers(uri)
+
+
+def test_refused_and_expired_credentials_and_a_shortened_object_have_their_own_cures(uri: str, s3: S3Server) -> None:
+    source = opened_there(uri)
+    for status, code, said in (
+        (403, "AccessDenied", "access was refused: set AWS_ACCESS_KEY_ID"),
+        (400, "ExpiredToken", "temporary credentials .* have expired: renew them"),
+        (None, "", "it was written anew meanwhile"),
+    ):
+        s3.proxy.reset()
+        if status is None:
+            directory = uri.partition("?")[0].removeprefix(f"s3://{s3.bucket}/")
+            s3.put(f"{directory}/rows.{directory.rpartition('-')[2]}", b"")
+        else:
+            s3.proxy.faults.append(Fault("status", status=status, code=code, path=r"rows\."))
+        with pytest.raises(DataError, match=rf"tried once: .*{said}"):
+            list(epoch_batches(source, 100, 0, 1))
+
+
+def test_all_directories_of_a_bucket_share_one_file_system(s3: S3Server) -> None:
+    storage = remote_storage(DEFAULT_REMOTE)
+    found = {id(storage.file_system(s3.uri(f"step-{step} é"))[0]._system) for step in range(20)}
+    assert len(found) == 1
+    assert storage.file_system(s3.uri("step-1 é"))[1] == f"{s3.bucket}/step-1 é"

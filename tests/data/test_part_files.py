@@ -133,12 +133,8 @@ def test_tensors_and_arrays_become_columns() -> None:
     same, ragged = [torch.ones(2), torch.zeros(2)], [torch.ones(1), torch.zeros(2)]
     columns = {"same": same, "ragged": ragged, "arrow": pa.array([None, None], pa.string())}
     table = as_table(columns | {"small": torch.ones(2, 1).to(torch.float8_e4m3fn)}, {})
-    assert table.to_pydict() == {
-        "same": [[1.0, 1.0], [0.0, 0.0]],
-        "ragged": [[1.0], [0.0, 0.0]],
-        "arrow": [None, None],
-        "small": [[1.0], [1.0]],
-    }
+    values = {"same": [[1.0, 1.0], [0.0, 0.0]], "ragged": [[1.0], [0.0, 0.0]], "arrow": [None, None]}
+    assert table.to_pydict() == values | {"small": [[1.0], [1.0]]}
     assert [str(kind) for kind in table.schema.types] == [*["list<item: float>"] * 2, "string", "list<item: float>"]
     cases = ((torch.eye(2).to_sparse(), r"sparse .*to_dense"), (torch.ones(2, dtype=torch.complex64), r"tensor\.real"))
     for tensor, cure in cases:

@@ -109,23 +109,15 @@ def test_a_long_line_is_a_block(tmp_path: Path) -> None:
 
 def test_what_is_no_data_is_named(tmp_path: Path, csv_file: Path) -> None:
     for name, text, said in (
-        (
-            "a.jsonl",
-            "[1, 2]",
-            r"a.jsonl: cannot be read: line 1: JSON parse error: .* write a JSON array as lines, pandas",
-        ),
-        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "b.jsonl: cannot be read: line 2: JSON parse error: .*x"),
-        ("c.jsonl", "", "c.jsonl: has no rows"),
-        ("d.csv", "a,b\n1\n", "d.csv: cannot be read: line 2: CSV parse error"),
-        (
-            "e.jsonl",
-            '{"x": 1}\n' * 512 + '{"x": "one"}',
-            "e.jsonl: the column 'x' holds text, and whole numbers",
-        ),
-        ("f.csv", "input_ids\n0.5\n", "f.csv: the column 'input_ids' holds floats, and the model takes ids"),
+        ("a.jsonl", "[1, 2]", "cannot be read: line 1: JSON parse error: .* write a JSON array as lines, pandas"),
+        ("b.jsonl", '{"x": 1}\n{"x": "one"}\n', "cannot be read: line 2: JSON parse error: .*x"),
+        ("c.jsonl", "", "has no rows"),
+        ("d.csv", "a,b\n1\n", "cannot be read: line 2: CSV parse error"),
+        ("e.jsonl", '{"x": 1}\n' * 512 + '{"x": "one"}', "the column 'x' holds text, and whole numbers"),
+        ("f.csv", "input_ids\n0.5\n", "the column 'input_ids' holds floats, and the model takes ids"),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=f"{name}: {said}"):
             opened(tmp_path / name, whole=("input_ids",))
     with pytest.raises(DataError, match="has no column 'z': it has"):
         opened(csv_file, "z")
@@ -204,11 +196,12 @@ def test_blocks_of_csv_are_cut_as_pyarrow_reads_the_file(tmp_path: Path, monkeyp
 
 def test_errors_name_the_line_of_the_file(tmp_path: Path) -> None:
     lines = [json.dumps({"x": number}) for number in range(3000)]
-    broken = {"a.jsonl": [*lines[:2500], '{"x": }', *lines], "b.jsonl": [*lines[:1000], "", '{"x": 1', *lines]}
-    broken["c.csv"] = ["x,y", '"two\nlines",1', *(f"{number},1" for number in range(2000)), "1,2,3"]
-    for name, (text, number) in {
-        name: (text, place) for (name, text), place in zip(broken.items(), (2501, 1002, 2004), strict=True)
-    }.items():
+    csv_lines = ["x,y", '"two\nlines",1', *(f"{number},1" for number in range(2000)), "1,2,3"]
+    for name, text, number in (
+        ("a.jsonl", [*lines[:2500], '{"x": }', *lines], 2501),
+        ("b.jsonl", [*lines[:1000], "", '{"x": 1', *lines], 1002),
+        ("c.csv", csv_lines, 2004),
+    ):
         (tmp_path / name).write_text("\n".join(text))
         with pytest.raises(DataError, match=f"{name}: cannot be read: line {number}: (JSON|CSV) parse error"):
             opened(tmp_path / name)

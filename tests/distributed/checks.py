@@ -40,6 +40,11 @@ _OF_ALL = (
 """Checks that a part of the ranks cannot run."""
 
 
+def checks_of(module: str) -> Callable[[str], list[str]]:
+    """Return a function from words to the names of a module's checks."""
+    return lambda words: [f"{module}.check_{word}" for word in words.split()]
+
+
 def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
     """On every rank: call functions named `room.module.check`; check → traceback, empty where all is well.
 

@@ -22,7 +22,6 @@ def test_where_all_ranks_are_assumed(room: str) -> None:
     """What a test calls must find the ranks by the module: a collective of all ranks would hang."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full and not all_ranks"]
     command.append(f"tests/distributed/{room}")
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {OUTSIDERS: "1"}, capture_output=True, text=True, timeout=570
-    )
+    environment = os.environ | {OUTSIDERS: "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-5000:]

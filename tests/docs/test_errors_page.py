@@ -201,8 +201,7 @@ def failing() -> None:
 
 
 def summed(output: Any) -> torch.Tensor:
-    total: torch.Tensor = output.logits.square().sum()
-    return total
+    return output.logits.square().sum()
 
 
 def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,9 +280,8 @@ def test_texts_of_a_group(llama: Path) -> None:
     made: list[ShardedModelGroup] = []
 
     def make() -> None:
-        made.append(
-            ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", name="llama", max_output_bytes=1 << 19)
-        )
+        options: dict[str, Any] = {"name": "llama", "max_output_bytes": 1 << 19}
+        made.append(ShardedModelGroup.from_checkpoint(llama, world_size=2, device="cpu", **options))
 
     said["started"] = say(make)
     try:

@@ -89,8 +89,7 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.T
 
 
 def checkpointed(*args: Any) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(plain, *args, use_reentrant=True)
-    return result
+    return checkpoint(plain, *args, use_reentrant=True)
 
 
 @dataclass(frozen=True)
@@ -195,9 +194,7 @@ class Twins:
         columns = {name: Split(value, rows_per_item=rows_per_item) for name, value in rows.items()}
         return deal((), columns, dist.get_world_size())[dist.get_rank()]
 
-    def step(
-        self, rows: Rows, loss: Callable[..., Any], rows_per_item: int = 1, num_parts: int = 1
-    ) -> dict[str, float]:
+    def step(self, rows: Rows, loss: Any, rows_per_item: int = 1, num_parts: int = 1) -> dict[str, float]:
         batch = self.batch(rows, rows_per_item)
         return train_step(self.module, self.optimizer, batch, loss=loss, gradient_accumulation_steps=num_parts)
 
@@ -265,19 +262,20 @@ def test_refused_forms_and_their_rewrites() -> None:
         assert not failures, f"rank {rank}: {len(failures)} forms\n" + "\n".join(failures)
 
 
+SIZES: Any = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=16, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=16, **SIZES))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
     drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertModel(BertConfig(vocab_size=31, max_position_embeddings=16, **sizes, **drop), add_pooling_layer=False)
+    return BertModel(BertConfig(vocab_size=31, max_position_embeddings=16, **SIZES, **drop), add_pooling_layer=False)
 
 
 def dpo_of_one_process(policy: nn.Module, frozen: nn.Module, rows: Rows) -> torch.Tensor:
@@ -394,9 +392,13 @@ def test_accumulation_by_hand_of_terms_with_counts_of_their_own() -> None:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "initializer_range": 0.5}
-    config = MixtralConfig(vocab_size=31, num_key_value_heads=2, **sizes, **experts, output_router_logits=True)
+    experts: Any = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.5,
+        "initializer_range": 0.5,
+    }
+    config = MixtralConfig(vocab_size=31, num_key_value_heads=2, **SIZES, **experts, output_router_logits=True)
     return MixtralForCausalLM(config)
 
 
@@ -422,9 +424,11 @@ def step_by_mapping() -> None:
     """Each rank gives its own rows, 3 and 2 of 5, by name."""
     twins, rows = Twins(Tokens), rows_of(FORM_OF["fused"])
     mine = {key: value[3:] if dist.get_rank() else value[:3] for key, value in rows.items()}
-    metrics = train_step(
-        twins.module, twins.optimizer, mine, loss=lambda logits, labels: plain(logits.mT, labels, "mean")
-    )
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return plain(logits.mT, labels, "mean")
+
+    metrics = train_step(twins.module, twins.optimizer, mine, loss=loss)
     twins.compare(metrics, F.cross_entropy(twins.twin(rows["tokens"]).mT, rows["labels"]))
 
 
@@ -438,11 +442,9 @@ FUSED = next(block.text for block in blocks_of(PAGE) if "class SummedLoss" in bl
 def fused_head_equals_one_process() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names: dict[str, Any] = {"torch": torch, "F": F}
-    exec(FUSED, names)
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = defined(FUSED)
     torch.manual_seed(0)
-    module = names["FusedLlama"](LlamaConfig(vocab_size=VOCAB, num_key_value_heads=1, **sizes))
+    module = names["FusedLlama"](LlamaConfig(vocab_size=VOCAB, num_key_value_heads=1, **SIZES))
     plain = LlamaForCausalLM(module.config)
     plain.load_state_dict(module.state_dict())
     ids = torch.randint(0, VOCAB, (4, LENGTH))

@@ -118,13 +118,13 @@ DEEPSEEK = (
     | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     | {"first_k_dense_replace": 1, "moe_intermediate_size": 8}
 )
-T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4} | {
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-}
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
 DISTILBERT = {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 32}
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4}
-CONVNEXT = {"hidden_sizes": [8, 12], "depths": [1, 2], "num_stages": 2, "patch_size": 2}
+CONVNEXT = {"hidden_sizes": [8, 12], "depths": [1, 2], "num_stages": 2, "patch_size": 2, "num_labels": 3}
+WHISPER = SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+BLOOM = {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 4}
 MAMBA = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 2], "layer_type": "basic"}
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
@@ -144,27 +144,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba": Architecture("MambaForCausalLM", "MambaConfig", MAMBA),
     "gemma": Architecture("GemmaForCausalLM", "GemmaConfig", DECODER | {"head_dim": 4}),
     "bart": Architecture("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, seq2seq_inputs),
-    "whisper": Architecture(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
-        audio_inputs,
-    ),
+    "whisper": Architecture("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, audio_inputs),
     "phi": Architecture("PhiForCausalLM", "PhiConfig", DECODER | {"partial_rotary_factor": 0.5}),
     "falcon": Architecture("FalconForCausalLM", "FalconConfig", DECODER | {"bos_token_id": 1, "eos_token_id": 2}),
     "opt": Architecture("OPTForCausalLM", "OPTConfig", DECODER | {"word_embed_proj_dim": 16, "ffn_dim": 24}),
-    "bloom": Architecture(
-        "BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 4}
-    ),
+    "bloom": Architecture("BloomForCausalLM", "BloomConfig", BLOOM),
     "deepseek-v3": Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK),
     "llava": Architecture("LlavaForConditionalGeneration", "LlavaConfig", _llava()),
     "qwen2-vl": Architecture("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", _qwen2_vl()),
     "roberta": Architecture("RobertaForMaskedLM", "RobertaConfig", ENCODER | {"pad_token_id": 1}),
     "distilbert": Architecture("DistilBertForMaskedLM", "DistilBertConfig", DISTILBERT),
     "deit": Architecture("DeiTForImageClassification", "DeiTConfig", PATCHES | {"num_labels": 3}, image_inputs),
-    "convnext": Architecture(
-        "ConvNextForImageClassification", "ConvNextConfig", CONVNEXT | {"num_labels": 3}, image_inputs
-    ),
+    "convnext": Architecture("ConvNextForImageClassification", "ConvNextConfig", CONVNEXT, image_inputs),
     "gpt-neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER),
     "swin": Architecture("SwinForImageClassification", "SwinConfig", SWIN | {"num_labels": 3}, image_inputs),
     "albert": Architecture("AlbertForMaskedLM", "AlbertConfig", ENCODER | {"embedding_size": 8}),

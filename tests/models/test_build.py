@@ -43,17 +43,13 @@ def _fails() -> nn.Module:
 # --- from config.json -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("auto", "expected"),
-    [
-        (None, "BertForMaskedLM"),
-        ("AutoModel", "BertModel"),
-        ("AutoModelForSequenceClassification", "BertForSequenceClassification"),
-    ],
-)
-def test_the_class_comes_from_config_json_or_an_auto_class(auto: str | None, expected: str, bert: Checkpoint) -> None:
+CLASSES = {None: "ForMaskedLM", "AutoModel": "Model", "AutoModelForSequenceClassification": "ForSequenceClassification"}
+
+
+@pytest.mark.parametrize("auto", CLASSES)
+def test_the_class_comes_from_config_json_or_an_auto_class(auto: str | None, bert: Checkpoint) -> None:
     module = build_module(auto, bert, None)
-    assert type(module).__name__ == expected
+    assert type(module).__name__ == f"Bert{CLASSES[auto]}"
     assert all(parameter.is_meta for parameter in module.parameters())
     if auto is None:
         tied = module.get_parameter("bert.embeddings.word_embeddings.weight")

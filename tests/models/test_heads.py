@@ -34,6 +34,10 @@ _CLASSIFIER = "AutoModelForSequenceClassification"
 class OwnLlama(transformers.LlamaForCausalLM): ...
 
 
+def own_llama() -> nn.Module:
+    return OwnLlama(transformers.LlamaConfig(**_SIZE))
+
+
 def saved(folder: Path, model: str, **config: Any) -> dict[str, torch.Tensor]:
     """Save a tiny model of transformers; return its tensors as they are in the file."""
     cls = getattr(transformers, model)
@@ -91,12 +95,7 @@ def test_a_head_is_new_as_for_transformers(source: str, config: dict[str, Any], 
         ("BertModel", r"pooler", "AutoModel", "missing .* pooler.dense.weight"),
         ("BertForPreTraining", r"cls\.seq", "AutoModelForPreTraining", "missing .* cls.seq_relationship.weight"),
         ("BertForMaskedLM", r"cls\.predictions\.bias", "AutoModelForPreTraining", "missing .* cls.predictions.bias"),
-        (
-            "LlamaForCausalLM",
-            "lm_head",
-            lambda: OwnLlama(transformers.LlamaConfig(**_SIZE)),
-            "missing .* lm_head.weight",
-        ),
+        ("LlamaForCausalLM", "lm_head", own_llama, "missing .* lm_head.weight"),
         ("BertForMaskedLM", "more", _CLASSIFIER, r"unexpected .*encoder\.layer\.2\."),
         ("BertModel", "more", _CLASSIFIER, r"unexpected .*encoder\.layer\.2\."),
     ],
@@ -165,15 +164,15 @@ def test_the_error_for_added_tokens_holds_its_cure(tmp_path: Path) -> None:
     assert module.config.vocab_size == InputBounds.of(module).num_ids["input_ids"] == 70
 
 
+OF_TWO, OF_THREE = {0: "low", 1: "high"}, {0: "low", 1: "mid", 2: "high"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
         ({"num_labels": 3}, {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}),
-        ({"id2label": {0: "low", 1: "mid", 2: "high"}}, {0: "low", 1: "mid", 2: "high"}),
-        (
-            {"id2label": {0: "low", 1: "high"}, "num_labels": 2, "label2id": {"low": 0, "high": 1}},
-            {0: "low", 1: "high"},
-        ),
+        ({"id2label": OF_THREE}, OF_THREE),
+        ({"id2label": OF_TWO, "num_labels": 2, "label2id": {"low": 0, "high": 1}}, OF_TWO),
     ],
 )
 def test_labels_are_named_as_transformers_does(overrides: dict[str, Any], names: Any, tmp_path: Path) -> None:

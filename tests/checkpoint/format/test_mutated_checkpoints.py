@@ -52,9 +52,8 @@ NAMES = [
 def container_of(data: st.DataObject, root: Any) -> Any:
     """A dict or list anywhere in a JSON value, not always the outermost."""
     while isinstance(root, (dict, list)):
-        inner = [
-            value for value in (root.values() if isinstance(root, dict) else root) if isinstance(value, dict | list)
-        ]
+        values = root.values() if isinstance(root, dict) else root
+        inner = [value for value in values if isinstance(value, dict | list)]
         if not inner or data.draw(st.booleans()):
             return root
         root = data.draw(st.sampled_from(inner))
@@ -126,10 +125,8 @@ def pad(data: st.DataObject, encoded: bytes) -> bytes:
     return data.draw(st.sampled_from([encoded + spaces, encoded.replace(b":", b":" + spaces), spaces + encoded]))
 
 
-TEXT_MUTATIONS: list[Callable[[st.DataObject, bytes], bytes]] = [
-    *(change_value, move_bytes) * 2,
-    *(repeat_key, change_bytes, pad),
-]
+TEXT_MUTATIONS: list[Callable[[st.DataObject, bytes], bytes]] = [change_value, move_bytes] * 2
+TEXT_MUTATIONS += [repeat_key, change_bytes, pad]
 
 
 def drawn_file(data: st.DataObject, directory: Path, names: list[str]) -> Path:

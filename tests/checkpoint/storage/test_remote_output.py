@@ -9,23 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import FileReader, SaveRecord, open_checkpoint
+from raysharding.checkpoint import FileReader, SaveRecord, open_checkpoint, writing
 from raysharding.checkpoint.storage.output import RemoteOutput
 from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.checkpoint.storage.uri import join_path
-from raysharding.checkpoint.writing import (
-    FileWriter,
-    create_staging,
-    is_left_over,
-    newest_after,
-    remove_older,
-    remove_staging,
-    write_file,
-    write_index,
-)
+from raysharding.checkpoint.writing import FileWriter, create_staging
 from raysharding.checkpoint.writing.manifest import Manifest, write_manifest
 from raysharding.errors import CheckpointError
+from tests.checkpoint.build import refused
 from tests.checkpoint.build import save as save_locally
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
@@ -45,7 +37,7 @@ def write(uri: str, values: torch.Tensor, *, commit: bool = True) -> None:
         writer.write_at("a", 0, values.view(torch.uint8))
     write_manifest(staging, Manifest.of_files([writer]))
     if commit:
-        write_index(staging, {"a": NAME}, values.nbytes)
+        writing.write_index(staging, {"a": NAME}, values.nbytes)
 
 
 def all_names(uri: str) -> list[str]:
@@ -138,23 +130,22 @@ def test_retries_of_a_small_file_are_not_multiplied_by_pyarrows(s3: S3Server) ->
 def test_the_index_commits(s3: S3Server) -> None:
     uri = s3.uri("commit")
     write(uri, torch.zeros(10), commit=False)
-    assert is_left_over(uri)
-    with pytest.raises(CheckpointError, match="restore the index"):
-        open_checkpoint(uri)
+    assert writing.is_left_over(uri)
+    refused(uri, "restore the index")
     with pytest.raises(CheckpointError, match="exists already"):
         create_staging(uri, overwrite=False)
     write(uri, torch.ones(10))
-    assert not is_left_over(uri)
+    assert not writing.is_left_over(uri)
     assert read(uri).eq(1).all()
     write(uri, torch.full((10,), 2.0))
     assert read(uri).eq(2).all()
-    remove_staging(uri)
+    writing.remove_staging(uri)
     assert names(uri) == []
 
 
 def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> None:
     uri = s3.uri("work")
-    write_file(uri, "thesis.txt", b"three years")
+    writing.write_file(uri, "thesis.txt", b"three years")
     with pytest.raises(CheckpointError, match=r"holds what no save wrote: thesis.txt;"):
         create_staging(uri, overwrite=True)
     assert names(uri) == ["thesis.txt"]
@@ -163,7 +154,7 @@ def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> 
     # A checkpoint of somebody else's, in one file, is one.
     save_locally(tmp_path / "model.safetensors", {"a": torch.zeros(3)})
     theirs = s3.upload(tmp_path, "theirs")
-    assert not is_left_over(theirs)
+    assert not writing.is_left_over(theirs)
     write(theirs, torch.ones(3))
     ours = [NAME, "model.safetensors.index.json", "raysharding.manifest.json", "raysharding.save.json"]
     assert names(theirs) == ours
@@ -180,23 +171,20 @@ def test_what_no_save_wrote_is_refused_and_outlasts_the_save(s3: S3Server) -> No
     s3.put("mixed/step-1/vocab.txt", b"words")
     theirs.append("training/x.txt")
     found = all_names(uri)
-    with pytest.raises(
-        CheckpointError, match=f"wrote: {', '.join(sorted({*theirs, 'checkpoint-500'} - {theirs[1]}))};"
-    ):
+    named = ", ".join(sorted({*theirs, "checkpoint-500"} - {theirs[1]}))
+    with pytest.raises(CheckpointError, match=f"wrote: {named};"):
         create_staging(uri, overwrite=True)
     assert all_names(uri) == found
     write(s3.uri("mixed/step-2"), torch.ones(10))
-    remove_older(s3.uri("mixed/step-2"), 1)
+    writing.remove_older(s3.uri("mixed/step-2"), 1)
     assert all_names(uri) == sorted(theirs)
-    assert newest_after(uri) == s3.uri("mixed/step-2"), "what is left is no save"
+    assert writing.newest_after(uri) == s3.uri("mixed/step-2"), "what is left is no save"
 
 
 def test_small_files_that_an_older_save_copied_go_with_it(s3: S3Server) -> None:
     """Also those of a save that was killed before modules.json, which would name the folder of their weights."""
-    uri, first = (
-        s3.uri("source/step-1"),
-        {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "old.txt": b"o"},
-    )
+    first = {"tokenizer.json": b"{}", "2_Dense/model.safetensors": b"dense", "old.txt": b"o"}
+    uri = s3.uri("source/step-1")
     write(uri, torch.zeros(10))
     SaveRecord.of("0a", first).write(uri)
     for name, data in first.items():
@@ -209,11 +197,13 @@ def test_the_newest_stay(s3: S3Server) -> None:
     for number in (1, 2, 10):
         write(s3.uri(f"row/step-{number}"), torch.full((2,), float(number)))
     write(s3.uri("row/step-5"), torch.zeros(2), commit=False)
-    write_file(s3.uri("row/step-3"), "notes.txt", b"mine")
-    assert newest_after(s3.uri("row/step-2")) == s3.uri("row/step-2")
-    assert newest_after(s3.uri("row/step-4")) == s3.uri("row/step-10")
-    assert newest_after(s3.uri("row/step-5")) == s3.uri("row/step-10")  # its removal has begun, or it never was one
-    assert newest_after(s3.uri("nowhere/step-4")) == s3.uri("nowhere/step-4")
-    remove_older(s3.uri("row/step-10"), 2)
+    writing.write_file(s3.uri("row/step-3"), "notes.txt", b"mine")
+    assert writing.newest_after(s3.uri("row/step-2")) == s3.uri("row/step-2")
+    assert writing.newest_after(s3.uri("row/step-4")) == s3.uri("row/step-10")
+    assert writing.newest_after(s3.uri("row/step-5")) == s3.uri(
+        "row/step-10"
+    )  # its removal has begun, or it never was one
+    assert writing.newest_after(s3.uri("nowhere/step-4")) == s3.uri("nowhere/step-4")
+    writing.remove_older(s3.uri("row/step-10"), 2)
     assert names(s3.uri("row")) == ["step-10", "step-2", "step-3", "step-5"]
     assert read(s3.uri("row/step-2")).eq(2).all()

@@ -49,6 +49,26 @@ class Hostile:
         return os.system, (f"touch {self.mark}",)
 
 
+def change_place(metadata: Any, **fields: Any) -> None:
+    vars(metadata.storage_data[MetadataIndex("w", (0, 0))]).update(fields)
+
+
+def refused(directory: Path, message: str, metadata: Any = None, read: Any = read_all, **place: Any) -> None:
+    """Write metadata, if given, with these fields of the place of "w"; a read must raise an error with this message."""
+    if metadata is not None:
+        change_place(metadata, **place)
+        write_metadata(directory, metadata)
+    with pytest.raises(CheckpointError, match=message):
+        read(directory)
+
+
+def refused_at_once(directory: Path, message: str, metadata: bytes | None = None) -> None:
+    """Write metadata, if given; `read_dcp_metadata` must raise an error with this message."""
+    if metadata is not None:
+        (directory / ".metadata").write_bytes(metadata)
+    refused(directory, message, read=read_dcp_metadata)
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 64 bytes: every tensor has many."""
@@ -120,8 +140,7 @@ def test_hostile_metadata_runs_nothing_and_is_named(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(torch.ones(4))}, tmp_path)
     metadata.planner_data = {"w": ("w",), "x": Hostile(mark)}
     write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=r"\.metadata: names posix\.system"):
-        read_dcp_metadata(tmp_path)
+    refused_at_once(tmp_path, r"\.metadata: names posix\.system")
     assert not mark.exists()
     # It is the same file that torch's own reader runs.
     read_with_torch(tmp_path)
@@ -143,9 +162,7 @@ def test_hostile_metadata_runs_nothing_and_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_are_not_admitted(call: bytes, named: str, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(call)
-    with pytest.raises(CheckpointError, match=named):
-        read_dcp_metadata(tmp_path)
+    refused_at_once(tmp_path, named, call)
 
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"
@@ -153,44 +170,35 @@ MODULE = b"ctorch.distributed.checkpoint.metadata\n"
 
 @pytest.mark.parametrize("name", [b"Metadata", b"MetadataIndex", b"TensorProperties", b"_MEM_FORMAT_ENCODING"])
 def test_nothing_is_written_into_what_has_an_admitted_name(name: bytes, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(MODULE + name + b"\n(N}(Vmark\nI1\nutb.")
-    with pytest.raises(CheckpointError, match="a state for what has none"):
-        read_dcp_metadata(tmp_path)
+    refused_at_once(tmp_path, "a state for what has none", MODULE + name + b"\n(N}(Vmark\nI1\nutb.")
 
 
 def test_keys_within_keys_cost_no_more_than_their_bytes(tmp_path: Path) -> None:
     # Each level is an index of two that are the level below: torch's own would be hashed 2 ** 200 times.
     level = b"p0\n0" + MODULE + b"MetadataIndex\n)\x81}(Vfqn\ng0\nVoffset\ng0\nub"
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02})" + level * 200 + b"I1\ns.")
-    with pytest.raises(CheckpointError, match="'dict' object has no attribute 'storage_data'"):
-        read_dcp_metadata(tmp_path)
+    nested = b"\x80\x02})" + level * 200 + b"I1\ns."
+    refused_at_once(tmp_path, "'dict' object has no attribute 'storage_data'", nested)
 
 
 def test_a_key_that_is_no_name(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
     metadata.state_dict_metadata[5] = BytesStorageMetadata()  # type: ignore[index]
     metadata.planner_data = {"w": ("w",), 5: ("n",)}
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match="the key is 5, not a name"):
-        read_all(tmp_path)
+    refused(tmp_path, "the key is 5, not a name", metadata)
 
 
 def test_deep_tuples_do_not_end_the_process(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks.")
-    with pytest.raises(CheckpointError, match="more than 4096 items, or of three levels"):
-        read_dcp_metadata(tmp_path)
+    deep = b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks."
+    refused_at_once(tmp_path, "more than 4096 items, or of three levels", deep)
 
 
 def test_hostile_payload_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    metadata = metadata_of({"w": cut(torch.ones(4))}, tmp_path)
-    place = metadata.storage_data[MetadataIndex("w", (0,))]
-    hostile = saved([torch.ones(4), Hostile(mark)])
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    hostile = saved([WHOLE, Hostile(mark)])
     (tmp_path / FILE).write_bytes(hostile)
-    place.length = len(hostile)
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp: tensor 'w': .*weights_only(.|\n)*system"):
-        read_all(tmp_path)
+    said = r"__0_0.distcp: tensor 'w': .*weights_only(.|\n)*system"
+    refused(tmp_path, said, metadata, length=len(hostile))
     assert not mark.exists()
 
 
@@ -219,12 +227,7 @@ def test_hostile_value_runs_nothing(tmp_path: Path) -> None:
 )
 def test_chunks_that_do_not_cover(parts: Any, shape: list[int], message: str, tmp_path: Path) -> None:
     write_metadata(tmp_path, metadata_of({"w": parts}, tmp_path, {"w": shape}))
-    with pytest.raises(CheckpointError, match=rf"\.metadata: tensor 'w': .*{message}"):
-        read_dcp_metadata(tmp_path)
-
-
-def change_place(metadata: Any, **fields: Any) -> None:
-    vars(metadata.storage_data[MetadataIndex("w", (0, 0))]).update(fields)
+    refused_at_once(tmp_path, rf"\.metadata: tensor 'w': .*{message}")
 
 
 @pytest.mark.parametrize(
@@ -252,11 +255,7 @@ def test_places_that_cannot_be(fields: dict[str, Any], message: str, tmp_path: P
     (tmp_path / "secret").write_bytes(saved(WHOLE))
     (directory / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(directory / "pipe")
-    metadata = metadata_of({"w": cut(WHOLE)}, directory)
-    change_place(metadata, **fields)
-    write_metadata(directory, metadata)
-    with pytest.raises(CheckpointError, match=message):
-        read_all(directory)
+    refused(directory, message, metadata_of({"w": cut(WHOLE)}, directory), **fields)
 
 
 @pytest.mark.parametrize(
@@ -275,20 +274,18 @@ def test_payload_that_is_not_what_metadata_says(payload: Any, message: str, tmp_
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
     data = saved(payload)
     (tmp_path / FILE).write_bytes(data)
-    change_place(metadata, length=len(data))
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=rf"{FILE}: tensor 'w': {message}"):
-        read_all(tmp_path)
+    refused(tmp_path, rf"{FILE}: tensor 'w': {message}", metadata, length=len(data))
 
 
-def repack(data: Path, change: Any) -> None:
-    """Write an archive's records again, each as `change(name, bytes)` gives it: bytes, or bytes and compression."""
+def repack(data: Path, change: Any) -> int:
+    """Write an archive's records again, each as `change(name, bytes)` gives it, with a compression; return its size."""
     with zipfile.ZipFile(data) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(data, "w") as archive:
         for name, content in records.items():
             new, compression = change(name, content)
             archive.writestr(name, new, compression)
+    return data.stat().st_size
 
 
 def test_a_file_is_read_whole_though_a_read_gives_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,42 +305,31 @@ def test_torchs_older_format_with_an_archive_at_its_end(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(WHOLE, buffer, _use_new_zipfile_serialization=False)
     (tmp_path / FILE).write_bytes(buffer.getvalue() + saved(WHOLE))
-    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=r"holds no torch\.save archive"):
-        read_all(tmp_path)
+    refused(tmp_path, r"holds no torch\.save archive", metadata, length=(tmp_path / FILE).stat().st_size)
 
 
 def test_a_storage_that_is_too_short(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
-    repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
-    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=r"record size \(92 bytes\) does not match expected size \(96 bytes"):
-        read_all(tmp_path)
+    size = repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
+    refused(tmp_path, r"record size \(92 bytes\) does not match expected size \(96 bytes", metadata, length=size)
 
 
 def test_compressed_records_are_left_to_torch_and_bounded(tmp_path: Path) -> None:
     metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
-    repack(tmp_path / FILE, lambda name, data: (data, zipfile.ZIP_DEFLATED))
-    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
+    change_place(metadata, length=repack(tmp_path / FILE, lambda name, data: (data, zipfile.ZIP_DEFLATED)))
     write_metadata(tmp_path, metadata)
     assert_same_bits(read_all(tmp_path), {"w": WHOLE})
-    repack(
-        tmp_path / FILE,
-        lambda name, data: (bytes(100 << 20) if "/data/" in name else data, zipfile.ZIP_DEFLATED),
-    )
-    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match="unpacks to 1048"):
-        read_all(tmp_path)
+
+    def blown_up(name: str, data: bytes) -> tuple[bytes, int]:
+        return bytes(100 << 20) if "/data/" in name else data, zipfile.ZIP_DEFLATED
+
+    refused(tmp_path, "unpacks to 1048", metadata, length=repack(tmp_path / FILE, blown_up))
 
 
 def test_a_chunk_that_repeats_a_few_bytes_is_not_blown_up(tmp_path: Path) -> None:
     # torch itself writes no such chunk: its memory would be as large as the file says.
     write_dcp(tmp_path, {"w": [((0, 0), torch.ones(1, 1).expand(1 << 20, 1 << 20))]})
-    with pytest.raises(CheckpointError, match=r"tensor 'w': unpacks to \d+ bytes, but 4398046511104 were expected"):
-        read_all(tmp_path)
+    refused(tmp_path, r"tensor 'w': unpacks to \d+ bytes, but 4398046511104 were expected")
 
 
 def test_a_tensor_that_has_no_place_in_memory(tmp_path: Path) -> None:
@@ -357,9 +343,7 @@ def test_a_tensor_that_has_no_place_in_memory(tmp_path: Path) -> None:
         next(record for record in archive.filelist if "/data/" in record.filename).file_size = 8 << 40
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, (tmp_path / FILE).stat().st_size
-    write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match="tensor 'w': is not cut by rows, and has no place in memory"):
-        read_all(tmp_path)
+    refused(tmp_path, "tensor 'w': is not cut by rows, and has no place in memory", metadata)
 
 
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,15 +357,12 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: 
 
 
 def test_directories_without_metadata(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        read_dcp_metadata(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"holds no \.metadata[^;]*$"):
-        read_dcp_metadata(tmp_path)
+    refused_at_once(tmp_path / "none", "no such directory")
+    refused_at_once(tmp_path, r"holds no \.metadata[^;]*$")
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         save_with_torch(tmp_path / name, {"w": torch.ones(2)})
     named = f"pass the directory that is: {tmp_path}/optimizer_0 or {tmp_path}/pytorch_model_fsdp_0"
-    with pytest.raises(CheckpointError, match=named):
-        read_dcp_metadata(tmp_path)
+    refused_at_once(tmp_path, named)
     with pytest.raises(CheckpointError, match="local directory only"):
         read_dcp_metadata("s3://bucket/checkpoint")
 

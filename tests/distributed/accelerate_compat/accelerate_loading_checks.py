@@ -26,17 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    FullyShardedDataParallelPlugin,
-    apply_fsdp2,
-    fsdp2_load_full_state_dict,
-    fsdp2_prepare_model,
-    init_mesh,
-    patch_accelerate,
-    shard_module,
-)
+from raysharding.distributed import fsdp2_prepare_model, init_mesh, shard_module
 from raysharding.distributed.fully_shard.internals import is_offloaded
 from raysharding.errors import CheckpointError, PlanError
 from tests.distributed.accelerate_compat.accelerate_checks import full
@@ -91,7 +83,7 @@ def check_rank_0_values(root: Path) -> None:
             with torch.device("meta" if how == "meta" else "cpu"):
                 model = Odd()
         with kept_environment():
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+            plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
         fsdp2_prepare_model(accelerator_with(plugin), model)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             assert torch.equal(full(tensor), expected[name]), (how, name)
@@ -104,16 +96,8 @@ def check_rank_0_values(root: Path) -> None:
 
 def odd_on_meta() -> Any:
     with torch.device("meta"):
-        return shard_module(
-            Odd(), init_mesh(device_type(), HYBRID if is_hybrid() else None), HYBRID if is_hybrid() else None
-        )
-
-
-HYBRID = Sharding(replicate_size=2)
-
-
-def is_hybrid() -> bool:
-    return dist.get_world_size() == 4
+        sharding = Sharding(replicate_size=2) if dist.get_world_size() == 4 else None
+        return shard_module(Odd(), init_mesh(device_type(), sharding), sharding)
 
 
 def on_rank_0(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -131,7 +115,7 @@ def check_full_state_dict(root: Path) -> None:
     for given, owner in ((state, None), (without_second_names, group), (doubles, accelerator)):
         model = odd_on_meta()
         for _ in range(2):
-            assert id(fsdp2_load_full_state_dict(owner, model, on_rank_0(given))) == id(model)
+            assert id(rs.fsdp2_load_full_state_dict(owner, model, on_rank_0(given))) == id(model)
             assert model.head.weight is model.embed.weight
             assert not any(tensor.is_meta for tensor in model.parameters())
             found = full_state(model)
@@ -143,12 +127,12 @@ def check_full_state_dict(root: Path) -> None:
                 for tensor in model.parameters():
                     tensor.zero_()
     offloaded = odd_on_meta()
-    fsdp2_load_full_state_dict(None, offloaded, on_rank_0(state), cpu_offload=True)
+    rs.fsdp2_load_full_state_dict(None, offloaded, on_rank_0(state), cpu_offload=True)
     assert is_offloaded(offloaded)
     if dist.get_rank() == 1:
         others = dist.new_group(dist.get_process_group_ranks(group)[1:2], use_local_synchronization=True)
         with pytest.raises(ValueError, match="give that of the mesh"):
-            fsdp2_load_full_state_dict(others, offloaded, {})
+            rs.fsdp2_load_full_state_dict(others, offloaded, {})
 
 
 def check_bad_state_dict(root: Path) -> None:
@@ -159,13 +143,13 @@ def check_bad_state_dict(root: Path) -> None:
     for given, message in ((lacking, "large"), (wrong, "narrow"), ({}, "narrow"), (None, "NoneType")):
         model = odd_on_meta()
         with pytest.raises(Exception, match=message) as caught:
-            fsdp2_load_full_state_dict(None, model, given if dist.get_rank() == 0 else {})  # type: ignore[arg-type]
+            rs.fsdp2_load_full_state_dict(None, model, given if dist.get_rank() == 0 else {})  # type: ignore[arg-type]
         assert given is None or caught.type is PlanError
         assert all(parameter.is_meta for parameter in model.parameters())
-    fsdp2_load_full_state_dict(None, model, on_rank_0(state))  # nobody was left behind
+    rs.fsdp2_load_full_state_dict(None, model, on_rank_0(state))  # nobody was left behind
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        fsdp2_load_full_state_dict(None, model, on_rank_0(state | {"extra": torch.zeros(1)}))
+        rs.fsdp2_load_full_state_dict(None, model, on_rank_0(state | {"extra": torch.zeros(1)}))
     said = [str(one.message) for one in warned if "no place for: extra" in str(one.message)]
     assert len(said) == (dist.get_rank() == 0)
 
@@ -175,7 +159,7 @@ def check_beside_accelerate(root: Path) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
     results = []
-    for load in (oracle.fsdp2_load_full_state_dict, fsdp2_load_full_state_dict):
+    for load in (oracle.fsdp2_load_full_state_dict, rs.fsdp2_load_full_state_dict):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
         for module in (*model, model):
@@ -183,11 +167,11 @@ def check_beside_accelerate(root: Path) -> None:
         assert load(accelerator_with(None), model, on_rank_0(reference.state_dict())) is model
         model(torch.rand(2, 5)).sum().backward()
         results.append(model)
-    assert {name: (cut, dtype) for name, (cut, dtype, _) in shards_of(results[0]).items()} == {
-        name: (cut, dtype) for name, (cut, dtype, _) in shards_of(results[1]).items()
-    }
-    for name, (_, _, local) in shards_of(results[0]).items():
-        assert torch.equal(shards_of(results[1])[name][2], local), name
+    theirs, ours = map(shards_of, results)
+    assert theirs.keys() == ours.keys()
+    for name, (cut, dtype, local) in theirs.items():
+        assert ours[name][:2] == (cut, dtype), name
+        assert torch.equal(ours[name][2], local), name
 
 
 def save_in_files(values: dict[str, torch.Tensor], folder: Path, num_files: int) -> str:
@@ -213,12 +197,12 @@ def check_patched_accelerate(root: Path) -> None:
         (load_checkpoint_and_dispatch, on_meta, {"broadcast_from_rank0": True}),
     )
     for load, make, options in cases:
-        model = DistModule(make())
-        apply_fsdp2(model, init_mesh(device_type()))
-        with patch_accelerate():
+        model = rs.DistModule(make())
+        rs.apply_fsdp2(model, init_mesh(device_type()))
+        with rs.patch_accelerate():
             load(model=model, checkpoint=folder, **options)
         require_equal(model, filled(8).state_dict())
-    with patch_accelerate():
+    with rs.patch_accelerate():
         with pytest.raises(ValueError, match="leave it out"):
             load_checkpoint_in_model(model, folder, device_map={"": "cpu"})
         empty = Path(folder) / "empty.safetensors"
@@ -245,14 +229,14 @@ def check_patched_accelerate_on_other_modules(root: Path) -> None:
     for load, kind, options in cases:
         theirs, ours = small(2, kind), small(2, kind)
         load(theirs, folder, **options)
-        with patch_accelerate():
+        with rs.patch_accelerate():
             load(ours, folder, **options)
         for name, (_, dtype, local) in shards_of(theirs).items():
             assert shards_of(ours)[name][1] == dtype
             assert torch.equal(shards_of(ours)[name][2], local), (kind, options, name)
     function = load_checkpoint_in_model
     before = function.__code__, function.__defaults__
-    first, second = patch_accelerate(), patch_accelerate()
+    first, second = rs.patch_accelerate(), rs.patch_accelerate()
     assert function.__code__ is not before[0]
     for patch in (first, first, second):
         patch.restore()
@@ -273,7 +257,7 @@ def show_where_accelerate_waits(root: Path) -> None:
     rows = [tensor.chunk(dist.get_world_size())[dist.get_rank()].float() for tensor in state.values()]
     outcomes = []
     for given in (state, lacking):
-        for load in (fsdp2_load_full_state_dict, oracle.fsdp2_load_full_state_dict):
+        for load in (rs.fsdp2_load_full_state_dict, oracle.fsdp2_load_full_state_dict):
             with torch.device("meta"):
                 model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
             start = time.monotonic()

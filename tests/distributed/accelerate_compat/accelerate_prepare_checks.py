@@ -19,15 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed import (
-    FullyShardedDataParallelPlugin,
-    fsdp2_apply_ac,
-    fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters,
-    load_checkpoint,
-    reshard,
-    save_checkpoint,
-)
+from raysharding import distributed as rs
+from raysharding.distributed import fsdp2_prepare_model
 from raysharding.distributed.fully_shard.internals import is_offloaded
 from tests.distributed.accelerate_compat.accelerate_checks import full
 from tests.distributed.accelerate_compat.accelerate_loading_checks import accelerator_with, kept_environment, shards_of
@@ -38,7 +31,7 @@ TRANSFORMER: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 NO_WRAP: dict[str, Any] = {"auto_wrap_policy": "no_wrap"}
 PAIRS: tuple[tuple[Any, Callable[..., nn.Module]], ...] = (
     (OraclePlugin, oracle.fsdp2_prepare_model),
-    (FullyShardedDataParallelPlugin, fsdp2_prepare_model),
+    (rs.FullyShardedDataParallelPlugin, fsdp2_prepare_model),
 )
 
 
@@ -115,7 +108,7 @@ def assert_prepared_alike(name: str, *, replicate_size: int = 1, **fields: Any) 
 def check_values_and_gradients(root: Path) -> None:
     """A prepared model computes what one process does, from rank 0's values alone too, with either plugin."""
     for name in ("llama-tied", "bert", "t5"):
-        for kind, how in ((FullyShardedDataParallelPlugin, "meta"), (OraclePlugin, "")):
+        for kind, how in ((rs.FullyShardedDataParallelPlugin, "meta"), (OraclePlugin, "")):
             if not how and name != "llama-tied":
                 continue
             with kept_environment():
@@ -148,7 +141,7 @@ def check_accelerate_on_other_models(root: Path) -> None:
     for name in ("vit", "clip", "resnet"):
         model = ARCHITECTURES[name].make()
         expected = copy.deepcopy(model)(**ARCHITECTURES[name].inputs())
-        fsdp2_prepare_model(accelerator_with(FullyShardedDataParallelPlugin(fsdp_version=2, **TRANSFORMER)), model)
+        fsdp2_prepare_model(accelerator_with(rs.FullyShardedDataParallelPlugin(fsdp_version=2, **TRANSFORMER)), model)
         found = model(**ARCHITECTURES[name].inputs())
         key = "logits" if "logits" in expected else "logits_per_image"
         torch.testing.assert_close(found[key], expected[key])
@@ -168,11 +161,11 @@ def check_mixed_precision(root: Path) -> None:
             warnings.simplefilter("always")
             models.append(prepare(accelerator, model))
         said = [str(one.message) for one in caught if "are kept in float32" in str(one.message)]
-        assert len(said) == (kind is FullyShardedDataParallelPlugin and dist.get_rank() == 0)
+        assert len(said) == (kind is rs.FullyShardedDataParallelPlugin and dist.get_rank() == 0)
     assert_same_sharding(models[1], models[0], "bf16")
     assert models[1](**inputs()).logits.dtype == torch.bfloat16
     assert torch.equal(models[1](**inputs()).logits, models[0](**inputs()).logits)
-    reshard(models[1])
+    rs.reshard(models[1])
     assert models[1].model.embed_tokens.weight.dtype == torch.bfloat16, "frozen"
     assert models[1].lm_head.weight.dtype == torch.float32
 
@@ -181,7 +174,7 @@ def check_checkpointed(root: Path) -> None:
     """Activation checkpointing before sharding: accelerate's groups, and one process's gradients."""
     for ram, offload in ((False, True), (True, False)):
         models: list[Any] = []
-        for (kind, prepare), apply in zip(PAIRS, (oracle.fsdp2_apply_ac, fsdp2_apply_ac), strict=True):
+        for (kind, prepare), apply in zip(PAIRS, (oracle.fsdp2_apply_ac, rs.fsdp2_apply_ac), strict=True):
             with kept_environment():
                 options = {"activation_checkpointing": True, "activation_checkpointing_offload": offload}
                 plugin = kind(fsdp_version=2, cpu_ram_efficient_loading=ram, **options, **TRANSFORMER)
@@ -204,11 +197,11 @@ def check_saved_under_clean_names(model: nn.Module, reference: nn.Module, path: 
     """Wrappers are no part of a checkpoint's names."""
     import transformers
 
-    save_checkpoint(model, path)
+    rs.save_checkpoint(model, path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    load_checkpoint(model, path)
+    rs.load_checkpoint(model, path)
     state = full_state(model)
     if dist.get_rank() == 0:
         reopened = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -220,7 +213,8 @@ def check_saved_under_clean_names(model: nn.Module, reference: nn.Module, path: 
 def check_settings(root: Path) -> None:
     """Ignored modules stay whole, offload is known, a sharded model comes back, mistakes are everybody's errors."""
     model: Any = ARCHITECTURES["llama"].make()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, ignored_modules="lm_head", **TRANSFORMER)
+    fields = TRANSFORMER | {"cpu_offload": True, "ignored_modules": "lm_head"}
+    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
     accelerator = accelerator_with(plugin)
     expected = copy.deepcopy(model)(**inputs()).loss
     assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
@@ -231,7 +225,8 @@ def check_settings(root: Path) -> None:
     assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
     assert groups_of(model) == groups
     for strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
-        first = FullyShardedDataParallelPlugin(sharding_strategy=strategy, mixed_precision_policy="bf16", **TRANSFORMER)
+        fields = TRANSFORMER | {"mixed_precision_policy": "bf16"}
+        first = rs.FullyShardedDataParallelPlugin(sharding_strategy=strategy, **fields)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "buffer_dtype=torch.bfloat16")
             model = fsdp2_prepare_model(accelerator_with(first), ARCHITECTURES["llama"].make())
@@ -239,9 +234,8 @@ def check_settings(root: Path) -> None:
         num_shards = 1 if strategy == "NO_SHARD" else dist.get_world_size()
         assert len(weight._local_tensor) == -(-64 // num_shards) or dist.get_rank() == dist.get_world_size() - 1
         assert model(**inputs()).logits.dtype == torch.bfloat16
-    missing = FullyShardedDataParallelPlugin(
-        fsdp_version=2, transformer_cls_names_to_wrap=["Absent"], auto_wrap_policy="transformer_based_wrap"
-    )
+    fields = TRANSFORMER | {"transformer_cls_names_to_wrap": ["Absent"]}
+    missing = rs.FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
     with pytest.raises(ValueError, match="Absent"):
         fsdp2_prepare_model(accelerator_with(missing), ARCHITECTURES["llama"].make())
 
@@ -251,9 +245,8 @@ def check_real_accelerator(root: Path) -> None:
     losses: list[list[float]] = []
     for ours in (False, True):
         with kept_environment():
-            plugin: Any = OraclePlugin(
-                fsdp_version=2, cpu_ram_efficient_loading=True, activation_checkpointing=True, **TRANSFORMER
-            )
+            fields = TRANSFORMER | {"cpu_ram_efficient_loading": True, "activation_checkpointing": True}
+            plugin: Any = OraclePlugin(fsdp_version=2, **fields)
         accelerator: Any = Accelerator(cpu=True)
         accelerator.state._shared_state["fsdp_plugin"] = plugin
         accelerator.state._shared_state["distributed_type"] = accelerate.accelerator.DistributedType.FSDP
@@ -261,7 +254,7 @@ def check_real_accelerator(root: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         patch = pytest.MonkeyPatch()
         if ours:
-            for function in (fsdp2_prepare_model, fsdp2_apply_ac, fsdp2_switch_optimizer_parameters):
+            for function in (fsdp2_prepare_model, rs.fsdp2_apply_ac, rs.fsdp2_switch_optimizer_parameters):
                 patch.setattr(accelerate.accelerator, function.__name__, function)
         try:
             model, prepared = accelerator.prepare(model, optimizer)

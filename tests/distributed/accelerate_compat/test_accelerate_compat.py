@@ -34,6 +34,10 @@ from raysharding.distributed import FullyShardedDataParallelPlugin, fsdp2_apply_
 from raysharding.errors import PlanError
 from tests.models.architectures import ARCHITECTURES
 
+PREPARES: tuple[Any, ...] = (
+    (OraclePlugin, oracle_policy),
+    (FullyShardedDataParallelPlugin, fsdp2_prepare_auto_wrap_policy),
+)
 MODELS = ("llama", "llama-tied", "gpt2", "bert", "t5", "mamba", "clip", "mixtral", "resnet")
 POLICIES: tuple[dict[str, Any], ...] = (
     {"auto_wrap_policy": "transformer_based_wrap"},
@@ -70,10 +74,7 @@ def test_policies_answer_as_accelerate_on_every_module(models: dict[str, nn.Modu
     for model in models.values():
         for arguments in POLICIES:
             answers: list[Any] = []
-            for kind, prepare in (
-                (OraclePlugin, oracle_policy),
-                (FullyShardedDataParallelPlugin, fsdp2_prepare_auto_wrap_policy),
-            ):
+            for kind, prepare in PREPARES:
                 plugin: Any = kind(fsdp_version=2, **arguments)
                 try:
                     if is_completed:
@@ -99,7 +100,6 @@ def test_policies_look_through_checkpoint_wrappers(models: dict[str, nn.Module])
     plugin.set_auto_wrap_policy(model)
     fsdp2_apply_ac(accelerator_with(plugin), model)
     ours, theirs = fsdp2_prepare_auto_wrap_policy(plugin, model), oracle_policy(plugin, model)
-    assert ours is not None
     assert len(picked(model, ours)) == 4, "each layer and its wrapper"
     assert picked(model, ours) == picked(model, theirs)
 
@@ -112,7 +112,6 @@ def test_a_default_that_the_model_lacks_is_passed_over() -> None:
     with pytest.raises(ValueError, match="CLIPTextEmbeddings"):
         oracle_policy(plugin, model)
     policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert policy is not None
     assert "model.language_model.layers.1" in picked(model, policy)
 
 
@@ -126,8 +125,7 @@ class Block(nn.Module):
         self.down = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(self.drop(torch.tanh(self.up(x))))
-        return out
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
 class Stack(nn.Module):
@@ -142,8 +140,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(self.again(x))
-        return out
+        return self.head(self.again(x))
 
 
 def by_predicate(module: nn.Module) -> bool:
@@ -198,7 +195,6 @@ def test_other_policies_pick_what_fsdp1_wraps(index: int, tmp_path: Path) -> Non
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
     assert oracle_policy(plugin, model) is None, "accelerate has learnt this: compare again"
     found = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert found is not None
     expected = fsdp1_choice(copy.deepcopy(model), policy, tmp_path)
     assert len(expected) >= 3
     assert picked(model, found) - {""} == expected
@@ -208,23 +204,16 @@ def test_other_policies_pick_what_fsdp1_wraps(index: int, tmp_path: Path) -> Non
 def test_predicates_partials_and_ignored_modules() -> None:
     model = Stack()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=by_predicate)
-    found = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert found is not None
-    assert picked(model, found) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert picked(model, fsdp2_prepare_auto_wrap_policy(plugin, model)) == {"blocks.0", "blocks.1", "blocks.2"}
     plugin.ignored_modules = r"blocks\.[12]"
-    found = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert found is not None
-    assert picked(model, found) == {"blocks.0"}
+    assert picked(model, fsdp2_prepare_auto_wrap_policy(plugin, model)) == {"blocks.0"}
     # What a user's own partial says counts, where accelerate looks at the plugin's other fields only.
     classes = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=classes)
-    found, before = fsdp2_prepare_auto_wrap_policy(plugin, model), oracle_policy(plugin, model)
-    assert found is not None
-    assert picked(model, found) == {"blocks.0", "blocks.1", "blocks.2"}
-    assert picked(model, before) == set(), "accelerate has learnt this: compare again"
+    assert picked(model, fsdp2_prepare_auto_wrap_policy(plugin, model)) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert picked(model, oracle_policy(plugin, model)) == set(), "accelerate has learnt this: compare again"
     size = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
     found = fsdp2_prepare_auto_wrap_policy(FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=size), model)
-    assert found is not None
     assert picked(model, found) == {"", "blocks", "blocks.0", "blocks.1", "blocks.2"}
     options = CustomPolicy(lambda module: {"sharding_strategy": 1} if isinstance(module, Block) else False)
     with pytest.warns(UserWarning, match="options of their own"):
@@ -284,12 +273,8 @@ def test_checkpointed_gradients_with_dropout(offload: bool) -> None:
     model, x = Stack(), torch.rand(6, 4)
     plain = gradients(model, x)
     arguments: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        transformer_cls_names_to_wrap=["Block"],
-        activation_checkpointing_offload=offload,
-        **arguments,
-    )
+    arguments |= {"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing_offload": offload}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **arguments)
     theirs = copy.deepcopy(model)
     del theirs.again  # it would be wrapped twice
     theirs.again = theirs.blocks[0]

@@ -8,39 +8,24 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.accelerate_compat import accelerate_loading_checks
-from tests.distributed.checks import run_checks
+from tests.distributed.checks import checks_of, run_checks
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
-LOADING = (
-    "loading_checks.check_full_state_dict",
-    "loading_checks.check_bad_state_dict",
-    "loading_checks.check_beside_accelerate",
-    "loading_checks.check_rank_0_values",
-    "loading_checks.check_patched_accelerate",
-    "loading_checks.check_patched_accelerate_on_other_modules",
+PREPARES = checks_of("accelerate_compat.accelerate_prepare_checks")
+LOADS = checks_of("accelerate_compat.accelerate_loading_checks")(
+    "full_state_dict bad_state_dict beside_accelerate rank_0_values patched_accelerate "
+    "patched_accelerate_on_other_modules"
 )
+SWITCHES = checks_of("accelerate_compat.accelerate_checks")(
+    "ram_efficient_loading optimizer_switch optimizer_switch_beside_accelerate optimizer_without_partner "
+    "optimizer_bad_state optimizer_dtype"
+)
+PREPARED = PREPARES("same_sharding checkpointed mixed_precision real_accelerator settings accelerate_on_other_models")
 CASES = (
-    (
-        2,
-        (
-            "checks.check_ram_efficient_loading",
-            "checks.check_optimizer_switch",
-            "checks.check_optimizer_switch_beside_accelerate",
-            "checks.check_optimizer_without_partner",
-            "checks.check_optimizer_bad_state",
-            "checks.check_optimizer_dtype",
-            *LOADING,
-            "prepare_checks.check_same_sharding",
-            "prepare_checks.check_checkpointed",
-            "prepare_checks.check_mixed_precision",
-            "prepare_checks.check_real_accelerator",
-            "prepare_checks.check_settings",
-            "prepare_checks.check_accelerate_on_other_models",
-        ),
-    ),
-    (4, ("prepare_checks.check_hsdp", "prepare_checks.check_values_and_gradients")),
-    *(pytest.param(size, LOADING, marks=pytest.mark.full) for size in (1, 3, 4)),
+    (2, (*SWITCHES, *LOADS, *PREPARED)),
+    (4, PREPARES("hsdp values_and_gradients")),
+    *(pytest.param(size, LOADS, marks=pytest.mark.full) for size in (1, 3, 4)),
 )
 
 
@@ -48,8 +33,7 @@ CASES = (
 @pytest.mark.parametrize(("world_size", "names"), CASES)
 def test_on_ranks(world_size: int, names: tuple[str, ...], tmp_path: Path) -> None:
     ARCHITECTURES["llama"].make().save_pretrained(tmp_path / "llama")
-    checks = [f"accelerate_compat.accelerate_{name}" for name in names]
-    outcomes = run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=100)
+    outcomes = run_ranks(world_size, run_checks, names, tmp_path, timeout_s=100)
     for rank, found in enumerate(outcomes):
         assert not (failed := {name: said for name, said in found.items() if said}), f"rank {rank}: {failed}"
 

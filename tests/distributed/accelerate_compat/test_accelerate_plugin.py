@@ -16,11 +16,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin as OraclePlugin
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from raysharding.config import Sharding
@@ -47,10 +43,9 @@ def environment() -> Iterator[None]:
 def test_it_is_accelerates_own() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16")
     assert isinstance(plugin, OraclePlugin), "an Accelerator takes no other"
-    expected = vars(OraclePlugin(fsdp_version=2, mixed_precision_policy="bf16"))
-    assert {name: value for name, value in vars(plugin).items() if name != "cpu_offload"} == {
-        name: value for name, value in expected.items() if name != "cpu_offload"
-    }
+    plugins = (plugin, OraclePlugin(fsdp_version=2, mixed_precision_policy="bf16"))
+    found, expected = ({key: one for key, one in vars(each).items() if key != "cpu_offload"} for each in plugins)
+    assert found == expected
 
 
 def test_without_accelerate_all_but_the_plugin_can_be_imported() -> None:
@@ -95,31 +90,13 @@ def test_version_2_as_sharding() -> None:
         FullyShardedDataParallelPlugin(fsdp_version=2, limit_all_gathers=False).to_sharding()
     model = Model()
     policy = MixedPrecisionPolicy(param_dtype=BF16)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=False,
-        mixed_precision_policy=policy,
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_offload=True,
-        ignored_modules="head",
-        activation_checkpointing=True,
-        activation_checkpointing_offload=True,
-        cpu_ram_efficient_loading=True,
-        transformer_cls_names_to_wrap=["Block"],
-        param_init_fn=initialise,
-    )
-    found = plugin.to_sharding()
-    assert found == Sharding(
-        wrap=["Block"],
-        reshard_after_forward=False,
-        mixed_precision=policy,
-        cpu_offload=True,
-        ignored_modules="head",
-        activation_checkpointing=["Block"],
-        activation_checkpointing_offload=True,
-        param_init_fn=initialise,
-        sync_module_states=True,
-    )
+    alike: dict[str, Any] = {"reshard_after_forward": False, "cpu_offload": True, "ignored_modules": "head"}
+    alike |= {"activation_checkpointing_offload": True, "param_init_fn": initialise}
+    theirs: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    theirs |= {"mixed_precision_policy": policy, "activation_checkpointing": True, "cpu_ram_efficient_loading": True}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **alike, **theirs)
+    ours: dict[str, Any] = {"wrap": ["Block"], "mixed_precision": policy, "activation_checkpointing": ["Block"]}
+    assert plugin.to_sharding() == Sharding(sync_module_states=True, **alike, **ours)
     found = plugin.to_sharding(model)
     assert callable(found.wrap)
     assert found.activation_checkpointing is found.wrap
@@ -128,23 +105,21 @@ def test_version_2_as_sharding() -> None:
 
 
 def test_wrap_policies_as_sharding() -> None:
-    model = Model()
-    cases: tuple[tuple[dict[str, Any], Any, int], ...] = (
-        ({"auto_wrap_policy": "transformer_based_wrap"}, "auto", 100_000_000),
-        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 7}, "size", 7),
-        ({"auto_wrap_policy": "size_based_wrap"}, "none", 100_000_000),
-        ({"auto_wrap_policy": size_based_auto_wrap_policy}, "size", 100_000_000),
-        ({"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=9)}, "size", 9),
-        (
-            {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},
-            ["Block"],
-            100_000_000,
-        ),
+    model, default = Model(), 100_000_000
+    by_class = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    cases: tuple[tuple[Any, dict[str, Any], Any, int], ...] = (
+        ("transformer_based_wrap", {}, "auto", default),
+        ("size_based_wrap", {"min_num_params": 7}, "size", 7),
+        ("size_based_wrap", {}, "none", default),
+        (size_based_auto_wrap_policy, {}, "size", default),
+        (functools.partial(size_based_auto_wrap_policy, min_num_params=9), {}, "size", 9),
+        (by_class, {}, ["Block"], default),
     )
-    for arguments, wrap, size in cases:
+    for policy, fields, wrap, size in cases:
         for version in (1, 2):
-            sharding = FullyShardedDataParallelPlugin(fsdp_version=version, **arguments).to_sharding()
-            assert (sharding.wrap, sharding.min_num_params) == (wrap, size), arguments
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy=policy, **fields)
+            sharding = plugin.to_sharding()
+            assert (sharding.wrap, sharding.min_num_params) == (wrap, size), (policy, fields)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=ModuleWrapPolicy({Block}))
     with pytest.raises(ValueError, match=r"give the model, to_sharding\(model\)"):
         plugin.to_sharding()
@@ -174,9 +149,8 @@ def test_version_1_as_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
         FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD").to_sharding(world_size=8)
     monkeypatch.setattr(oracle, "is_cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    plugin = FullyShardedDataParallelPlugin(
-        forward_prefetch=True, backward_prefetch="BACKWARD_PRE", cpu_offload=True, sync_module_states=True
-    )
+    fields: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=True, sync_module_states=True, **fields)
     sharding = plugin.to_sharding()
     assert (sharding.forward_prefetch, sharding.backward_prefetch) == (True, BackwardPrefetch.BACKWARD_PRE)
     assert (sharding.cpu_offload, sharding.sync_module_states, sharding.param_init_fn) == (True, True, None)
@@ -185,9 +159,8 @@ def test_version_1_as_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fsdp1_mixed_precision_as_sharding() -> None:
     module_hooks._warned.clear()
-    given = MixedPrecision(
-        param_dtype=BF16, buffer_dtype=BF16, keep_low_precision_grads=True, _module_classes_to_ignore=(nn.LayerNorm,)
-    )
+    ignored = (nn.LayerNorm,)
+    given = MixedPrecision(BF16, None, BF16, keep_low_precision_grads=True, _module_classes_to_ignore=ignored)
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=given, limit_all_gathers=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

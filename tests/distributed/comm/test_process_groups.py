@@ -18,27 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from raysharding import Sharding
-from raysharding.distributed import (
-    DistModule,
-    FullyShardedDataParallelPlugin,
-    clip_grad_norm_,
-    fsdp2_load_full_state_dict,
-    fsdp2_prepare_model,
-    full_optim_state_dict,
-    gather_state_dict,
-    init_mesh,
-    load_checkpoint,
-    load_optimizer_state,
-    load_state_dict,
-    merge_fsdp_weights,
-    optim_state_dict,
-    save_checkpoint,
-    shard_module,
-    state_dict_type,
-    summon_full_params,
-    train_step,
-    using_group,
-)
+from raysharding import distributed as rs
+from raysharding.distributed import init_mesh, shard_module
 from raysharding.distributed.comm import current_group
 from raysharding.errors import PlanError
 from tests.distributed.checks import on_ranks
@@ -76,7 +57,7 @@ def trained(seed: int, num_steps: int) -> dict[str, torch.Tensor]:
 def steps(module: nn.Module, group: dist.ProcessGroup, num_steps: int) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     for _ in range(num_steps):
-        told = train_step(module, optimizer, {"input": own_rows(group)}, loss=loss)
+        told = rs.train_step(module, optimizer, {"input": own_rows(group)}, loss=loss)
         assert set(told) == {"loss", "grad_norm"}
         assert current_group() is None
     return optimizer
@@ -91,29 +72,29 @@ def use_everything(mesh: DeviceMesh, group: dist.ProcessGroup, seed: int, folder
     dist.barrier(group=group)
     with torch.device("meta"):
         module = shard_module(model(0), mesh)
-    report = load_checkpoint(module, folder)
+    report = rs.load_checkpoint(module, folder)
     assert len(report.shard_bytes) == dist.get_world_size(group)
     optimizer = steps(module, group, 2)
     expected = trained(seed, 2)
     torch.testing.assert_close(full(module), expected if first else {})
-    with summon_full_params(module):
+    with rs.summon_full_params(module):
         torch.testing.assert_close(dict(module.named_parameters()), expected, check_dtype=True)
-    with state_dict_type(module, StateDictType.FULL_STATE_DICT):
+    with rs.state_dict_type(module, StateDictType.FULL_STATE_DICT):
         torch.testing.assert_close(dict(module.state_dict()), expected)
-    state = full_optim_state_dict(module, optimizer, group=group)
+    state = rs.full_optim_state_dict(module, optimizer, group=group)
     assert set(state.get("state", ())) == (set(expected) if first else set())
-    assert set(optim_state_dict(module, optimizer, group=group)["state"]) == set(expected)
-    assert clip_grad_norm_(module, None).item() > 0
-    save_checkpoint(module, folder / "saved", optimizer=optimizer)
+    assert set(rs.optim_state_dict(module, optimizer, group=group)["state"]) == set(expected)
+    assert rs.clip_grad_norm_(module, None).item() > 0
+    rs.save_checkpoint(module, folder / "saved", optimizer=optimizer)
     again = shard_module(model(0), mesh)
     other = torch.optim.AdamW(again.parameters(), lr=0.1)
-    load_checkpoint(again, folder / "saved")
-    load_optimizer_state(again, other, folder / "saved")
+    rs.load_checkpoint(again, folder / "saved")
+    rs.load_optimizer_state(again, other, folder / "saved")
     for one, two in ((module, optimizer), (again, other)):
-        train_step(one, two, {"input": own_rows(group)}, loss=loss)
+        rs.train_step(one, two, {"input": own_rows(group)}, loss=loss)
     torch.testing.assert_close(full(again), full(module), rtol=0, atol=0)
-    third = DistModule(shard_module(model(0), mesh))
-    third.load_state_dict(load_state_dict(folder / "model.safetensors", group=group))
+    third = rs.DistModule(shard_module(model(0), mesh))
+    third.load_state_dict(rs.load_state_dict(folder / "model.safetensors", group=group))
     torch.testing.assert_close(full(third.module), model(seed).state_dict() if first else {}, rtol=0, atol=0)
 
 
@@ -149,9 +130,8 @@ def test_replicas(root: Path) -> None:
     for number, mesh in enumerate(meshes):
         assert mesh.mesh.tolist() == [[1, 2], [3, 4]]
         use_everything(mesh, group, 5, root / f"hsdp-{number}")
-    oracle = FullyShardedDataParallel(
-        model(5), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    oracle = FullyShardedDataParallel(model(5), process_group=group, **options)
     optimizer = torch.optim.AdamW(oracle.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -159,7 +139,7 @@ def test_replicas(root: Path) -> None:
         optimizer.step()
     module = shard_module(model(5), meshes[1])
     steps(module, group, 2)
-    with FullyShardedDataParallel.summon_full_params(oracle), summon_full_params(module):
+    with FullyShardedDataParallel.summon_full_params(oracle), rs.summon_full_params(module):
         for (_, ours), theirs in zip(module.named_parameters(), oracle.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
 
@@ -171,15 +151,12 @@ def test_overlapping_groups(root: Path) -> None:
     for index, group in enumerate(groups):
         if dist.get_rank(group) >= 0:
             use_everything(init_mesh("cpu", group=group), group, 7 + index, root / f"both-{index}")
-    modules = [
-        shard_module(model(7 + index), init_mesh("cpu", group=group)) if dist.get_rank(group) >= 0 else None
-        for index, group in enumerate(groups)
-    ]
-    for index, (module, group) in enumerate(zip(modules, groups, strict=True)):
-        if module is not None:
-            steps(module, group, 1)
-            expected = trained(7 + index, 1)
-            torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
+    mine = [(index, group) for index, group in enumerate(groups) if dist.get_rank(group) >= 0]
+    modules = [shard_module(model(7 + index), init_mesh("cpu", group=group)) for index, group in mine]
+    for module, (index, group) in zip(modules, mine, strict=True):
+        steps(module, group, 1)
+        expected = trained(7 + index, 1)
+        torch.testing.assert_close(full(module), expected if dist.get_rank(group) == 0 else {})
 
 
 @on_ranks(3)
@@ -193,14 +170,20 @@ def test_a_rank_outside(root: Path) -> None:
         with pytest.raises(ValueError, match=r"global rank 0 is not in the mesh of ranks \[1, 2\]"):
             shard_module(model(0), mesh)
         with pytest.raises(ValueError, match=r"global rank 0 is not in the process group"):
-            load_state_dict(root / "nothing", group=group)
+            rs.load_state_dict(root / "nothing", group=group)
         return
     module = shard_module(model(0), mesh)
     told = "nothing" if dist.get_rank() == 1 else r"on rank 0 \(global rank 1\)"
     with pytest.raises(ValueError, match=told):
-        load_checkpoint(module, root / "nothing")
+        rs.load_checkpoint(module, root / "nothing")
     with pytest.raises(ValueError, match=r"the process group has the ranks \[0, 1, 2\], and the model's mesh \[1, 2\]"):
-        full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
+        rs.full_optim_state_dict(module, torch.optim.SGD(module.parameters()), group=dist.group.WORLD)
+
+
+def accelerator_with(efficient: bool = True, **fields: Any) -> Any:
+    """What `fsdp2_prepare_model` looks at of an `Accelerator`."""
+    plugin = rs.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=efficient)
+    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), **fields)
 
 
 @on_ranks(3)
@@ -209,19 +192,14 @@ def test_accelerates_functions(root: Path) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        device=torch.device("cpu"),
-        torch_device_mesh=init_mesh("cpu", group=group),
-    )
-    module = fsdp2_prepare_model(accelerator, model(9) if dist.get_rank() == 1 else model(0))
+    accelerator = accelerator_with(torch_device_mesh=init_mesh("cpu", group=group))
+    module = rs.fsdp2_prepare_model(accelerator, model(9) if dist.get_rank() == 1 else model(0))
     torch.testing.assert_close(full(module), model(9).state_dict() if dist.get_rank() == 1 else {})
-    fsdp2_load_full_state_dict(group, module, model(8).state_dict() if dist.get_rank() == 1 else {})
+    rs.fsdp2_load_full_state_dict(group, module, model(8).state_dict() if dist.get_rank() == 1 else {})
     torch.testing.assert_close(full(module), model(8).state_dict() if dist.get_rank() == 1 else {})
-    with state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+    with rs.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
         save({"model": module.state_dict()}, checkpoint_id=root / "dcp", process_group=group)
-    merge_fsdp_weights(root / "dcp", root / "merged", process_group=group)
+    rs.merge_fsdp_weights(root / "dcp", root / "merged", process_group=group)
     torch.testing.assert_close(load_file(root / "merged" / "model.safetensors"), dict(model(8).state_dict()))
 
 
@@ -242,14 +220,14 @@ def test_several_meshes() -> None:
     shard_module(module[2], half)
     shard_module(module, whole)
     loss(module(ROWS)).backward()
-    with summon_full_params(module[2]):
+    with rs.summon_full_params(module[2]):
         torch.testing.assert_close(module[2].weight, model(0)[2].weight)
     other = shard_module(model(1), half)
     with pytest.raises(PlanError, match="shard"):
         shard_module(other, whole)
     if dist.get_rank() < 2:
         loss(other(ROWS)).backward()
-        assert clip_grad_norm_(other, None).item() > 0
+        assert rs.clip_grad_norm_(other, None).item() > 0
 
 
 @on_ranks(3)
@@ -258,21 +236,18 @@ def test_within_a_group() -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), mixed_precision="bf16"
-    )
-    with using_group(group), warnings.catch_warnings(record=True) as warned:
+    accelerator = accelerator_with(mixed_precision="bf16")
+    with rs.using_group(group), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert init_mesh("cpu").mesh.tolist() == [1, 2]
-        module: Any = fsdp2_prepare_model(accelerator, model(dist.get_rank()).bfloat16())
-        parts = gather_state_dict(model(4))
+        module: Any = rs.fsdp2_prepare_model(accelerator, model(dist.get_rank()).bfloat16())
+        parts = rs.gather_state_dict(model(4))
     assert module[0].weight.device_mesh.mesh.tolist() == [1, 2]
     assert any("kept in float32" in str(one.message) for one in warned) == (dist.get_rank() == 1)
     found = {name: value for part in parts for name, value in part.items()}
     torch.testing.assert_close(found, dict(model(4).state_dict()) if dist.get_rank() == 1 else {})
     with pytest.raises(TypeError, match=r"clip_grad_norm_\(\) got an unexpected keyword argument 'max_nrm'"):
-        clip_grad_norm_(module, max_nrm=1.0)  # type: ignore[call-arg]
+        rs.clip_grad_norm_(module, max_nrm=1.0)  # type: ignore[call-arg]
 
 
 @on_ranks(sim=(3,))
@@ -295,7 +270,7 @@ def test_replicas_on_devices() -> None:
         module = shard_module(model(0).to(device_type()), mesh)
         rows = own_rows(group).to(device_type())
         loss(module(rows)).backward()
-        assert clip_grad_norm_(module, None).item() > 0
+        assert rs.clip_grad_norm_(module, None).item() > 0
     assert world.bound_device_id is not None, "it is bound again"
 
 

@@ -9,7 +9,6 @@ import copy
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,54 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from raysharding import PlanError, Sharding
-from raysharding.distributed import (
-    FullyShardedDataParallelPlugin,
-    clip_grad_norm_,
-    fsdp2_prepare_model,
-    full_optim_state_dict,
-    gather_state_dict,
-    init_mesh,
-    load_checkpoint,
-    load_full_state_dict,
-    load_optimizer_state,
-    no_sync,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    rekey_optim_state_dict,
-    save_checkpoint,
-    scatter_full_optim_state_dict,
-    set_state_dict_type,
-    shard_full_optim_state_dict,
-    shard_module,
-    sharded_optim_state_dict,
-    state_dict_type,
-    summon_full_params,
-)
+from raysharding import distributed as rs
+from raysharding.distributed import init_mesh, shard_module
 from tests.distributed.checks import on_ranks
+from tests.distributed.comm.test_process_groups import accelerator_with
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LINEAR, ROOT = Sharding(wrap=["Linear"]), Sharding(wrap="none")
@@ -103,12 +67,12 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None
 
 def full(module: nn.Module) -> dict[str, torch.Tensor]:
     """The full state dict, which every rank of the mesh has."""
-    with state_dict_type(module, FULL):
+    with rs.state_dict_type(module, FULL):
         return dict(module.state_dict())
 
 
 def moments(module: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-    state = full_optim_state_dict(module, optimizer, rank0_only=False, group=group)["state"]
+    state = rs.full_optim_state_dict(module, optimizer, rank0_only=False, group=group)["state"]
     return {f"{name}.{key}": value for name, one in state.items() for key, value in one.items()}
 
 
@@ -133,7 +97,7 @@ def require_trains_as(reference: Any, module: nn.Module, group: Any = None) -> N
             expected = {name: value.detach().clone() for name, value in reference.module.named_parameters()}
     else:
         expected = dict(reference.module.named_parameters())
-    with summon_full_params(module):
+    with rs.summon_full_params(module):
         torch.testing.assert_close(dict(module.named_parameters()), expected)
 
 
@@ -144,15 +108,15 @@ def require_accumulation(mesh: DeviceMesh, group: Any, sharding: Sharding) -> No
     optimizers = [adam(each) for each in modules]
     for step in range(3):
         batches = [rows(6, 100 * step + 10 * number + dist.get_rank(group)) for number in range(3)]
-        with no_sync(module), reference.no_sync():
+        with rs.no_sync(module), reference.no_sync():
             for batch in batches[:2]:
                 backward(modules, batch)
         backward(modules, batches[2])
         for norm_type in (1.0, 3.0, float("inf")):
             expected = nn.utils.get_total_norm([one.grad for one in reference.parameters()], norm_type)
-            torch.testing.assert_close(clip_grad_norm_(module, None, norm_type), expected)
+            torch.testing.assert_close(rs.clip_grad_norm_(module, None, norm_type), expected)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        torch.testing.assert_close(clip_grad_norm_(module, 0.1), expected)
+        torch.testing.assert_close(rs.clip_grad_norm_(module, 0.1), expected)
         require_same_gradients(module, reference)
         for optimizer in optimizers:
             optimizer.step()
@@ -203,7 +167,7 @@ def test_pairs_of_groups() -> None:
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     for mesh in (two, named, init_mesh("cpu", group=(shard, replicate))):
         require_trains_as(DistributedDataParallel(stack()), shard_module(stack(), mesh, LINEAR))
-    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+    for strategy in (fsdp.ShardingStrategy.HYBRID_SHARD, fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2):
         fields = Sharding.from_strategy(strategy, 4, 2, wrap=["Linear"])
         options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
         for mesh in (init_mesh("cpu", fields), init_mesh("cpu", group=(shard, replicate))):
@@ -233,7 +197,7 @@ def test_blocks_with_replicas_inside_a_root_on_all_ranks() -> None:
     plain = DistributedDataParallel(reference)
     backward((mixed, plain), rows(6, dist.get_rank()))
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    torch.testing.assert_close(clip_grad_norm_(mixed, 0.1), expected)
+    torch.testing.assert_close(rs.clip_grad_norm_(mixed, 0.1), expected)
     require_same_gradients(mixed, plain)
 
 
@@ -250,9 +214,9 @@ def test_axes_of_a_mesh_of_three(root: Path) -> None:
     optimizer, other = adam(module), adam(again)
     train(module, optimizer, group)
     folder = root / f"first-{two.mesh.flatten()[0].item()}"  # each of the two meshes saves its own
-    save_checkpoint(module, folder, optimizer=optimizer)
-    load_checkpoint(again, folder)
-    load_optimizer_state(again, other, folder)
+    rs.save_checkpoint(module, folder, optimizer=optimizer)
+    rs.load_checkpoint(again, folder)
+    rs.load_optimizer_state(again, other, folder)
     torch.testing.assert_close(full(again), full(module), **EXACT)
     torch.testing.assert_close(train(again, other, group), train(module, optimizer, group))
 
@@ -266,8 +230,8 @@ def test_a_torch_checkpoint_with_replicas_loads_on_other_meshes(root: Path) -> N
         optimizer = adam(module)
         train(module, optimizer, width=width)
         values, state, folder = full(module), moments(module, optimizer), root / f"hsdp-{width}"
-        with state_dict_type(module, SHARDED):
-            held = {"model": module.state_dict(), "optim": sharded_optim_state_dict(module, optimizer)}
+        with rs.state_dict_type(module, SHARDED):
+            held = {"model": module.state_dict(), "optim": rs.sharded_optim_state_dict(module, optimizer)}
         dcp.save(held, checkpoint_id=folder)
         meshes: list[Any] = [(hsdp_mesh(), None), (init_mesh("cpu"), None)]
         if dist.get_rank() >= 2:
@@ -276,14 +240,14 @@ def test_a_torch_checkpoint_with_replicas_loads_on_other_meshes(root: Path) -> N
             again = shard_module(stack(width, seed=1), mesh, LINEAR)
             other = adam(again)
             train(again, other, group, width)  # so that there is state to load into
-            with state_dict_type(again, SHARDED):
+            with rs.state_dict_type(again, SHARDED):
                 if mesh.ndim == 1:
                     with pytest.raises(ValueError, match="another mesh"):
                         again.load_state_dict(held["model"])
-                wanted = {"model": again.state_dict(), "optim": sharded_optim_state_dict(again, other)}
+                wanted = {"model": again.state_dict(), "optim": rs.sharded_optim_state_dict(again, other)}
                 dcp.load(wanted, checkpoint_id=folder, process_group=group)
                 again.load_state_dict(wanted["model"])
-                other.load_state_dict(optim_state_dict_to_load(again, other, wanted["optim"], group=group))
+                other.load_state_dict(rs.optim_state_dict_to_load(again, other, wanted["optim"], group=group))
             torch.testing.assert_close(full(again), values, **EXACT)
             torch.testing.assert_close(moments(again, other, group), state, **EXACT)
         # Sharded state is a copy: it stays as it was when the optimizer goes on.
@@ -309,16 +273,17 @@ def test_sharded_states_with_replicas(root: Path) -> None:
     """They are on the user's mesh, and come back through `torch.save` and in another model."""
 
     def states() -> dict[str, torch.Tensor]:
-        return local_values(module.state_dict() | values_of(optim_state_dict(module, optimizer)))
+        return local_values(module.state_dict() | values_of(rs.optim_state_dict(module, optimizer)))
 
     for mesh, offload in itertools.product((hsdp_mesh(), init_mesh("cpu", group=pairs())), (True, False)):
         module, again = shard_module(stack(8), mesh, LINEAR), shard_module(stack(8, seed=1), mesh, LINEAR)
         optimizer, other = adam(module), adam(again)
         train(module, optimizer, width=8)
-        configs = ShardedStateDictConfig(offload_to_cpu=offload), ShardedOptimStateDictConfig(offload_to_cpu=offload)
+        kinds = (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig)
+        configs: list[Any] = [kind(offload_to_cpu=offload) for kind in kinds]
         for each in (module, again):
-            set_state_dict_type(each, SHARDED, *configs)
-        state, held = optim_state_dict(module, optimizer), module.state_dict()
+            rs.set_state_dict_type(each, SHARDED, *configs)
+        state, held = rs.optim_state_dict(module, optimizer), module.state_dict()
         for value in (*held.values(), *(one["exp_avg"] for one in state["state"].values())):
             assert value.placements == (Replicate(), Shard(0))
             assert value.device_mesh == mesh
@@ -328,11 +293,11 @@ def test_sharded_states_with_replicas(root: Path) -> None:
         train(module, optimizer, width=8)
         loaded = torch.load(file, weights_only=False)
         module.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(optim_state_dict_to_load(module, optimizer, loaded["optimizer"]))
+        optimizer.load_state_dict(rs.optim_state_dict_to_load(module, optimizer, loaded["optimizer"]))
         torch.testing.assert_close(states(), saved, **EXACT)
         loaded = torch.load(file, weights_only=False)
         again.load_state_dict(loaded["model"])
-        other.load_state_dict(optim_state_dict_to_load(again, other, loaded["optimizer"]))
+        other.load_state_dict(rs.optim_state_dict_to_load(again, other, loaded["optimizer"]))
         torch.testing.assert_close(train(again, other, width=8), train(module, optimizer, width=8))
         torch.testing.assert_close(full(again), full(module))
 
@@ -343,10 +308,10 @@ def test_offloaded_states_of_an_optimizer_on_cpus_are_copies() -> None:
     module = shard_module(stack(), init_mesh("cpu"), LINEAR)
     optimizer = adam(module)
     train(module, optimizer)
-    offloaded = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
-    with state_dict_type(module, SHARDED, *offloaded):
-        by_type = optim_state_dict(module, optimizer)
-    for state in (by_type, sharded_optim_state_dict(module, optimizer)):
+    offloaded = fsdp.ShardedStateDictConfig(offload_to_cpu=True), fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with rs.state_dict_type(module, SHARDED, *offloaded):
+        by_type = rs.optim_state_dict(module, optimizer)
+    for state in (by_type, rs.sharded_optim_state_dict(module, optimizer)):
         before = local_values(values_of(state))
         train(module, optimizer)
         torch.testing.assert_close(local_values(values_of(state)), before, **EXACT)
@@ -360,7 +325,7 @@ def test_models_of_one_rank_each(root: Path) -> None:
     mesh = init_mesh("cpu", group=own)
     module = shard_module(stack(seed=rank), mesh, LINEAR)
     for kind in (SHARDED, FULL, StateDictType.LOCAL_STATE_DICT):
-        with state_dict_type(module, kind):
+        with rs.state_dict_type(module, kind):
             held = {name: value.clone() for name, value in module.state_dict().items()}
             for parameter in module.parameters():
                 parameter.detach().zero_()
@@ -370,10 +335,10 @@ def test_models_of_one_rank_each(root: Path) -> None:
         optimizer = adam(module)
         train(module, optimizer, own)
         folder = root / f"alone-{rank}-{number}"
-        save_checkpoint(module, folder, optimizer=optimizer)
+        rs.save_checkpoint(module, folder, optimizer=optimizer)
         again = shard_module(stack(), mesh, ROOT)
-        load_checkpoint(again, folder)
-        load_optimizer_state(again, adam(again), folder)
+        rs.load_checkpoint(again, folder)
+        rs.load_optimizer_state(again, adam(again), folder)
         torch.testing.assert_close(full(again), full(module), **EXACT)
 
 
@@ -383,13 +348,13 @@ def test_local_states_of_four_ranks_on_two() -> None:
     half = dist.new_group([0, 1])
     module = shard_module(stack(4), init_mesh("cpu"), LINEAR)
     train(module, adam(module), width=4)
-    with state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+    with rs.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
         held = module.state_dict()
     whole = {name: value.full_tensor() for name, value in held.items()}
     if dist.get_rank() > 1:
         return
     two = shard_module(stack(4, seed=1), init_mesh("cpu", group=half), LINEAR)
-    with state_dict_type(two, StateDictType.LOCAL_STATE_DICT):
+    with rs.state_dict_type(two, StateDictType.LOCAL_STATE_DICT):
         with pytest.raises(ValueError, match="another mesh"):
             two.load_state_dict(held)
         own = two.state_dict()
@@ -404,16 +369,16 @@ def test_a_full_state_dict_of_the_first_rank_reaches_the_others() -> None:
     """The first of the mesh; torch's function needs rank 0."""
     half = dist.new_group([1, 3])
     module = shard_module(stack(seed=1), hsdp_mesh(), LINEAR)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     expected = dict(stack(seed=4).state_dict())
-    set_model_state_dict(module, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+    dcp_state.set_model_state_dict(module, dict(expected) if dist.get_rank() == 0 else {}, options=options)
     torch.testing.assert_close(full(module), expected, **EXACT)
     modules: list[Any] = [(module, None)]
     if dist.get_rank(half) >= 0:
         modules.append((shard_module(stack(seed=1), init_mesh("cpu", group=half), LINEAR), half))
     for each, group in modules:
         expected = dict(stack(seed=3).state_dict())
-        load_full_state_dict(each, expected if dist.get_rank(group) == 0 else {})
+        rs.load_full_state_dict(each, expected if dist.get_rank(group) == 0 else {})
         torch.testing.assert_close(full(each), expected, **EXACT)
 
 
@@ -425,10 +390,10 @@ def tied_stack(width: int = 6, seed: int = 42) -> nn.Sequential:
 
 def full_forms(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Full optimizer state on every rank and on rank 0 alone, by the function of each and by `optim_state_dict`."""
-    forms = [full_optim_state_dict(module, optimizer, rank0_only=False), full_optim_state_dict(module, optimizer)]
-    for config in (FullOptimStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)):
-        with state_dict_type(module, FULL, FullStateDictConfig(), config):
-            forms.append(optim_state_dict(module, optimizer))
+    forms = [rs.full_optim_state_dict(module, optimizer, rank0_only=False), rs.full_optim_state_dict(module, optimizer)]
+    for config in (fsdp.FullOptimStateDictConfig(), fsdp.FullOptimStateDictConfig(rank0_only=True)):
+        with rs.state_dict_type(module, FULL, fsdp.FullStateDictConfig(), config):
+            forms.append(rs.optim_state_dict(module, optimizer))
     return forms
 
 
@@ -448,7 +413,7 @@ def test_full_optimizer_state_of_all_ranks_loads_into_half() -> None:
         forms, values, expected = full_forms(module, optimizer), full(module), moments(module, optimizer)
         if dist.get_rank() % 2 == 0:
             again = shard_module(build(seed=5), init_mesh("cpu", group=half), ROOT)
-            load_full_state_dict(again, values if dist.get_rank(half) == 0 else {})
+            rs.load_full_state_dict(again, values if dist.get_rank(half) == 0 else {})
             load_into(again, half, forms, expected, grouped)
 
 
@@ -461,15 +426,15 @@ def load_into(again: nn.Module, half: Any, forms: list[dict[str, Any]], expected
         for given in ({"optim": other}, {"optim_input": other.param_groups}):
             options: Any = given
             results = [
-                shard_full_optim_state_dict(everywhere, again, **options),
-                scatter_full_optim_state_dict(on_first if first else None, again, group=half, **options),
+                rs.shard_full_optim_state_dict(everywhere, again, **options),
+                rs.scatter_full_optim_state_dict(on_first if first else None, again, group=half, **options),
             ]
             for config, form in (
-                (FullOptimStateDictConfig(), by_type),
-                (FullOptimStateDictConfig(rank0_only=True), by_rank_0),
+                (fsdp.FullOptimStateDictConfig(), by_type),
+                (fsdp.FullOptimStateDictConfig(rank0_only=True), by_rank_0),
             ):
-                with state_dict_type(again, FULL, FullStateDictConfig(), config):
-                    results.append(optim_state_dict_to_load(again, other, form, group=half))
+                with rs.state_dict_type(again, FULL, fsdp.FullStateDictConfig(), config):
+                    results.append(rs.optim_state_dict_to_load(again, other, form, group=half))
             for result in results:
                 assert all(held["exp_avg"].device_mesh.mesh.tolist() == [0, 2] for held in result["state"].values())
                 other.load_state_dict(result)
@@ -477,10 +442,10 @@ def load_into(again: nn.Module, half: Any, forms: list[dict[str, Any]], expected
                     moment = other.state[parameter]["exp_avg"].full_tensor()
                     torch.testing.assert_close(moment, expected[f"{name}.exp_avg"], **EXACT)
                 if same_order:
-                    found = full_optim_state_dict(again, other, rank0_only=False, group=half)
+                    found = rs.full_optim_state_dict(again, other, rank0_only=False, group=half)
                     torch.testing.assert_close(values_of(found), expected, **EXACT)
                     assert found["param_groups"] == everywhere["param_groups"]
-                    by_id = rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, again, optim=other)
+                    by_id = rs.rekey_optim_state_dict(found, fsdp.OptimStateKeyType.PARAM_ID, again, optim=other)
                     assert set(by_id["state"]) == set(other.state_dict()["state"])
     train(again, grouped(parameters), half)
 
@@ -496,8 +461,10 @@ def test_torchs_functions_of_state_dicts() -> None:
         module, again = shard_module(stack(), mesh, LINEAR), shard_module(stack(seed=1), mesh, LINEAR)
         optimizer, other = adam(module), adam(again)
         train(module, optimizer, group)
-        set_model_state_dict(again, get_model_state_dict(module))
-        set_optimizer_state_dict(again, other, copy.deepcopy(get_optimizer_state_dict(module, optimizer)))
+        dcp_state.set_model_state_dict(again, dcp_state.get_model_state_dict(module))
+        dcp_state.set_optimizer_state_dict(
+            again, other, copy.deepcopy(dcp_state.get_optimizer_state_dict(module, optimizer))
+        )
         torch.testing.assert_close(train(again, other, group), train(module, optimizer, group))
 
 
@@ -516,15 +483,9 @@ def test_meshes_of_accelerates_parallelism_config() -> None:
         whole = config.build_device_mesh("cpu")
         group = None if num_ranks == 4 else whole[tuple(config.fsdp_dim_names)].get_group()
         for efficient in (True, False):
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=efficient)
-            accelerator: Any = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin),
-                device=torch.device("cpu"),
-                torch_device_mesh=whole,
-                parallelism_config=config,
-            )
+            accelerator = accelerator_with(efficient, torch_device_mesh=whole, parallelism_config=config)
             has_values = not efficient or dist.get_rank(group) == 0
-            module = fsdp2_prepare_model(accelerator, stack(seed=42 if has_values else 9))
+            module = rs.fsdp2_prepare_model(accelerator, stack(seed=42 if has_values else 9))
             held: Any = list(module.parameters())
             assert {parameter.device_mesh.size() for parameter in held} == {num_ranks}
             torch.testing.assert_close(full(module), dict(stack().state_dict()), **EXACT)
@@ -570,7 +531,7 @@ def require_norms(module: nn.Module, reference: Experts) -> None:
     shared = [parameter for name, parameter in reference.named_parameters() if "expert" not in name]
     for norm_type in (2.0, 1.0, 3.0):
         expected = norm_of(shared, list(reference.expert.parameters()), norm_type)
-        torch.testing.assert_close(clip_grad_norm_(module, None, norm_type), expected)
+        torch.testing.assert_close(rs.clip_grad_norm_(module, None, norm_type), expected)
 
 
 @on_ranks(full=(4,))
@@ -587,7 +548,7 @@ def test_experts_of_each_rank(root: Path) -> None:
         backward_of_experts((module, reference), step)
         require_norms(module, reference)
         require_same_gradients(module, reference)
-        norm = clip_grad_norm_(module, 0.1)
+        norm = rs.clip_grad_norm_(module, 0.1)
         for parameter in reference.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.1 / (norm + 1e-6))
@@ -595,21 +556,21 @@ def test_experts_of_each_rank(root: Path) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        with state_dict_type(module, SHARDED):
-            held = copy.deepcopy((module.state_dict(), optim_state_dict(module, optimizers[0])))
+        with rs.state_dict_type(module, SHARDED):
+            held = copy.deepcopy((module.state_dict(), rs.optim_state_dict(module, optimizers[0])))
             for parameter in module.parameters():
                 parameter.detach().zero_()
                 optimizers[0].state[parameter]["momentum_buffer"].zero_()
             module.load_state_dict(held[0])
-            optimizers[0].load_state_dict(optim_state_dict_to_load(module, optimizers[0], held[1]))
+            optimizers[0].load_state_dict(rs.optim_state_dict_to_load(module, optimizers[0], held[1]))
     on_other_ranks = rf"expert.weight.*its mesh holds the ranks \(\({rank},\),\), and the process group \[0, 1, 2, 3\]"
     on_other_meshes = r"parameters \['expert.weight', 'first.weight'\] lie on different meshes"
     for call, message in (
         (lambda: full(module), on_other_ranks),
-        (summon_full_params(module).__enter__, on_other_ranks),
-        (lambda: list(gather_state_dict(module)), on_other_ranks),
-        (lambda: full_optim_state_dict(module, optimizers[0]), on_other_ranks),
-        (lambda: save_checkpoint(module, root / "experts"), on_other_meshes),
+        (rs.summon_full_params(module).__enter__, on_other_ranks),
+        (lambda: list(rs.gather_state_dict(module)), on_other_ranks),
+        (lambda: rs.full_optim_state_dict(module, optimizers[0]), on_other_ranks),
+        (lambda: rs.save_checkpoint(module, root / "experts"), on_other_meshes),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -632,9 +593,9 @@ def test_ignored_experts_of_each_rank() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    with summon_full_params(module):
+    with rs.summon_full_params(module):
         torch.testing.assert_close(dict(module.named_parameters()), dict(reference.named_parameters()))
-    whole = full_optim_state_dict(module, optimizers[0], rank0_only=False)["state"]
+    whole = rs.full_optim_state_dict(module, optimizers[0], rank0_only=False)["state"]
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(whole[name]["momentum_buffer"], optimizers[1].state[parameter]["momentum_buffer"])
 
@@ -672,16 +633,16 @@ def test_layers_of_some_ranks() -> None:
     shard_module(module.layers[f"{index}"], mesh, ROOT)
     shard_module(module, init_mesh("cpu"), ROOT)
     optimizer = adam(module)
-    states: Any = get_state_dict(module, optimizer)
+    states: Any = dcp_state.get_state_dict(module, optimizer)
     values, state = states
     for name, ranks in (("net.weight", [0, 1, 2, 3]), (f"layers.{index}.bias", [index, index + 2])):
         assert values[name].device_mesh.mesh.tolist() == ranks
         assert state["state"][name]["exp_avg"].device_mesh.mesh.tolist() == ranks
     assert set(state["state"]) == set(values) == set(reference.state_dict())
-    with state_dict_type(module, SHARDED):
+    with rs.state_dict_type(module, SHARDED):
         module.load_state_dict(module.state_dict())
     with pytest.raises(PlanError, match=r"the optimizers of ranks 1, 3 hold other param groups or state than rank 0's"):
-        sharded_optim_state_dict(module, optimizer)
+        rs.sharded_optim_state_dict(module, optimizer)
     module.zero_grad()
     require_averages(module, reference, {"net": None, f"layers.{index}": mesh.get_group()})
 
@@ -701,7 +662,7 @@ def test_blocks_on_two_axes() -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5**0.5)  # both ranks of an axis have it: half of its square from each
     expected = norm_of([*reference[0].parameters(), *reference[3].parameters()], own)
-    torch.testing.assert_close(clip_grad_norm_(module, None), expected)
+    torch.testing.assert_close(rs.clip_grad_norm_(module, None), expected)
 
 
 @on_ranks(full=(4,))
@@ -719,7 +680,7 @@ def test_refused_groups_and_meshes() -> None:
     with pytest.raises(ValueError, match="replicate_size=3 does not divide world_size=4"):
         init_mesh("cpu", Sharding(replicate_size=3))
     with pytest.raises(ValueError, match="HYBRID_SHARD needs the number of ranks on each node"):
-        Sharding.from_strategy(ShardingStrategy.HYBRID_SHARD, 4)
+        Sharding.from_strategy(fsdp.ShardingStrategy.HYBRID_SHARD, 4)
     with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
         shard_module(stack(), init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("a", "b", "c")))
     with pytest.raises(AssertionError, match="with mesh_dim_names specified"):  # torch's own error
@@ -743,5 +704,5 @@ def test_with_tensor_parallelism() -> None:
     message = rf"a gradient is on the ranks \[0, 1, 2, 3\], and the module's mesh has {ranks}: clip models on several"
     for max_norm in (None, 1e-3):
         with pytest.raises(ValueError, match=message):
-            clip_grad_norm_(module, max_norm)
+            rs.clip_grad_norm_(module, max_norm)
     require_same_gradients(module, reference)

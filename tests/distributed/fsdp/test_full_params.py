@@ -9,6 +9,7 @@ from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,17 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    full_optim_state_dict,
-    gather_state_dict,
-    init_mesh,
-    named_parameters,
-    shard_module,
-    state_dict_type,
-    summon_full_params,
-)
+from raysharding.distributed import init_mesh, shard_module, state_dict_type, summon_full_params
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
 from tests.distributed import models
@@ -76,7 +69,7 @@ def test_values(root: Path) -> None:
         module.narrow.requires_grad_(False)
         module(IDS)  # the root keeps its full parameters registered
         assert module.large.dtype == (torch.float32 if sharding.mixed_precision is None else torch.bfloat16)
-        shards = {name: local_tensor(p).data_ptr() for name, p in dict(named_parameters(module)).items()}
+        shards = {name: local_tensor(p).data_ptr() for name, p in dict(rs.named_parameters(module)).items()}
         with summon_full_params(module), summon_theirs(oracle):
             found, wanted = dict(module.named_parameters()), theirs_named(oracle)
             assert list(found) == list(wanted)
@@ -89,7 +82,7 @@ def test_values(root: Path) -> None:
             assert module.head.weight is module.embed.weight
             assert set(module.state_dict()) == set(filled().state_dict())
         require_shards(module)
-        assert {name: local_tensor(p).data_ptr() for name, p in dict(named_parameters(module)).items()} == shards
+        assert {name: local_tensor(p).data_ptr() for name, p in dict(rs.named_parameters(module)).items()} == shards
 
 
 @on_ranks(1, 3, full=(2, 4), sim=(4,))
@@ -126,9 +119,8 @@ def test_rank_0_only() -> None:
             kinds = {isinstance(parameter, DTensor) for parameter in module.parameters() if parameter.ndim}
             assert kinds == {rank() != 0}
             if rank() == 0:
-                assert {parameter.device.type for parameter in module.parameters()} == {
-                    "cpu" if offload else device_type()
-                }
+                devices = {parameter.device.type for parameter in module.parameters()}
+                assert devices == {"cpu" if offload else device_type()}
                 bump(module)
         require_shards(module)
         require_equal(module, bumped())
@@ -156,9 +148,8 @@ def test_gradients() -> None:
                     grad = wanted[name].grad
                     assert grad is not None, name
                     size = grad.abs().max().item() * (1e-5 if sharding.mixed_precision is None else 2e-2)
-                    torch.testing.assert_close(
-                        parameter.grad.cpu(), grad.reshape(parameter.shape), rtol=1e-4, atol=size
-                    )
+                    found = parameter.grad.cpu()
+                    torch.testing.assert_close(found, grad.reshape(parameter.shape), rtol=1e-4, atol=size)
                     parameter.grad.fill_(3.0)
                 module.narrow.grad = None
         assert module.narrow.grad is None
@@ -240,7 +231,7 @@ def test_several_roots() -> None:
     require_equal(pair.left, bumped(seed=1))
     require_equal(pair.right, bumped(seed=2))
     assert pair.factor.item() == rank() + 1.0
-    wrapped = DistModule(ours())
+    wrapped = rs.DistModule(ours())
     with summon_full_params(wrapped):
         bump(wrapped)
     require_equal(wrapped.module, bumped())
@@ -270,7 +261,7 @@ def test_parts_of_several_strategies(root: Path) -> None:
         assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         optimizer.step()
-        held = full_optim_state_dict(module, optimizer, rank0_only=False)["state"]
+        held = rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"]
         torch.testing.assert_close(held["blocks.0.weight"]["momentum_buffer"], expected.blocks[0].weight.grad)
 
 
@@ -281,7 +272,8 @@ def test_exceptions() -> None:
         module, oracle = ours(sharding), theirs(sharding)
         errors = (KeyError("zero"), ValueError("one"), KeyboardInterrupt())
         for raising in ({0}, {dist.get_world_size() - 1}, set(range(4))):
-            with _raised(errors[rank() % 3] if rank() in raising else None), _summon_all(module, rank0_only):
+            options: Any = {"rank0_only": rank0_only, "with_grads": True}
+            with _raised(errors[rank() % 3] if rank() in raising else None), summon_full_params(module, **options):
                 if rank() == 0 or not rank0_only:
                     bump(module, 1.0)
                 if rank() in raising:
@@ -297,10 +289,6 @@ def test_exceptions() -> None:
         require_equal(module, expected)
         with summon_theirs(oracle, writeback=False):
             assert same(theirs_named(oracle)["narrow"], expected.narrow)
-
-
-def _summon_all(module: nn.Module, rank0_only: bool) -> Any:
-    return summon_full_params(module, rank0_only=rank0_only, with_grads=True)
 
 
 @contextmanager
@@ -389,15 +377,9 @@ def _check_refusals(module: Any, reference: Odd, rank0_only: bool) -> None:
             pass
 
     with summon_full_params(module, rank0_only=rank0_only):
-        for refused in (
-            lambda: module(IDS),
-            lambda: module.blocks[0](torch.zeros(1, 64)),
-            lambda: loss.backward(retain_graph=True),
-            module.unshard,
-            module.double,
-            lambda: list(gather_state_dict(module)),
-            second,
-        ):
+        calls = [lambda: module(IDS), lambda: module.blocks[0](torch.zeros(1, 64)), module.unshard, module.double]
+        calls += [lambda: loss.backward(retain_graph=True), lambda: list(rs.gather_state_dict(module)), second]
+        for refused in calls:
             found = outcomes(refused)
             assert all(text.startswith("RuntimeError") and "summon_full_params" in text for text in found), found
     require_shards(module)
@@ -446,11 +428,10 @@ def test_ranks_that_differ() -> None:
             assert all(text.startswith("PlanError") and "alike" in text for text in found), found
         # Beside the function of the same name, which hides it as an attribute.
         implementation: Any = import_module("raysharding.distributed.fsdp.summon_full_params")
-        allocate = implementation._allocate
-        if last:
-            implementation._allocate = _no_memory
-        found = outcomes(lambda: summon(module))
-        implementation._allocate = allocate
+        with pytest.MonkeyPatch.context() as changed:
+            if last:
+                changed.setattr(implementation, "_allocate", Mock(side_effect=MemoryError("no memory")))
+            found = outcomes(lambda: summon(module))
         assert found[-1] == "MemoryError: no memory"
         assert all(f"on rank {world_size - 1}" in text for text in found[:-1]), found
     require_shards(module)
@@ -458,10 +439,6 @@ def test_ranks_that_differ() -> None:
         empty = Odd()
     shard_module(empty, init_mesh(device_type()))
     assert all(text.startswith("ValueError") and "materialize" in text for text in outcomes(lambda: summon(empty)))
-
-
-def _no_memory(*args: Any) -> Any:
-    raise MemoryError("no memory")
 
 
 @on_ranks(1, 3, full=(2, 4), sim=(4,))
@@ -509,19 +486,17 @@ def test_a_group_of_several_modules() -> None:
     """`fully_shard([a, b])`, an LSTM (which keeps a list of its parameters), a user's ignored parameter."""
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.LSTM(8, 5), nn.Linear(5, 3), nn.Linear(3, 3))
-    torch.manual_seed(0)
-    reference: Any = nn.Sequential(nn.LSTM(8, 5), nn.Linear(5, 3), nn.Linear(3, 3))
+    reference = deepcopy(module)
     mesh = init_mesh(device_type())
     ignored = module[1].bias
     fully_shard([module[1], module[2]], mesh=mesh, ignored_params={ignored})
     fully_shard(module, mesh=mesh, ignored_params={ignored})
     with summon_full_params(module):
         assert module[1].bias is ignored
-        bump(module)
-        reference_bumped = reference
-        bump(reference_bumped)
+        for each in (module, reference):
+            bump(each)
         inputs = torch.ones(4, 2, 8)
-        assert torch.equal(module[0](inputs)[0], reference_bumped[0](inputs)[0])
+        assert torch.equal(module[0](inputs)[0], reference[0](inputs)[0])
     with summon_full_params(module[1], recurse=False), torch.no_grad():
         assert isinstance(module[2].weight, DTensor)
         module[1].weight.zero_()

@@ -15,34 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import (
-    full_optim_state_dict,
-    init_mesh,
-    load_full_state_dict,
-    load_optimizer_state,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    rekey_optim_state_dict,
-    save_checkpoint,
-    scatter_full_optim_state_dict,
-    shard_full_optim_state_dict,
-    shard_module,
-    sharded_optim_state_dict,
-    state_dict_type,
-)
+from raysharding.distributed import init_mesh, shard_module, state_dict_type
 from raysharding.distributed.fully_shard import TensorTable
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.optim import adapt
@@ -162,16 +144,16 @@ def test_full_against_one_process() -> None:
         for sharding in shardings():
             module = sharded(sharding)
             optimizer = make(module)
-            assert full_optim_state_dict(module, optimizer, rank0_only=False)["state"] == {}, "no step was taken yet"
+            assert rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"] == {}, "no step was taken yet"
             take_steps(module, optimizer, 3)
-            full = full_optim_state_dict(module, optimizer)
+            full = rs.full_optim_state_dict(module, optimizer)
             if dist.get_rank():
                 assert full == {}
             else:
                 assert same(full["state"], expected["state"], exact=False)
                 assert full["param_groups"] == expected["param_groups"]
                 assert "idle" not in full["state"]
-            everywhere = full_optim_state_dict(module, optimizer, rank0_only=False)
+            everywhere = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
             assert same(everywhere["state"], expected["state"], exact=False)
             kept = copy.deepcopy(everywhere["state"])
             take_steps(module, optimizer, 1, first=3)
@@ -191,12 +173,12 @@ def test_shards_continue() -> None:
     for sharding in shardings():
         for scatter in (False, True):
             module = sharded(sharding)
-            load_full_state_dict(module, weights if rank == 0 else {})
+            rs.load_full_state_dict(module, weights if rank == 0 else {})
             optimizer = adamw(module)
             if scatter:
-                cut = scatter_full_optim_state_dict(full if rank == 0 else None, module, optim=optimizer)
+                cut = rs.scatter_full_optim_state_dict(full if rank == 0 else None, module, optim=optimizer)
             else:
-                cut = shard_full_optim_state_dict(full, module, optim=optimizer)
+                cut = rs.shard_full_optim_state_dict(full, module, optim=optimizer)
             assert all(isinstance(key, int) for key in cut["state"])
             optimizer.load_state_dict(cut)
             weight = module.get_parameter("embed.weight")
@@ -210,7 +192,7 @@ def test_shards_continue() -> None:
             for name, parameter in module.named_parameters():
                 is_equal = torch.allclose(whole(parameter), alone.get_parameter(name), atol=1e-6)
                 assert is_equal, (name, scatter, sharding)
-            again = full_optim_state_dict(module, optimizer)
+            again = rs.full_optim_state_dict(module, optimizer)
             if rank == 0:
                 assert same(again["state"], local_full(expected_optimizer, alone)["state"], exact=False)
 
@@ -235,7 +217,7 @@ def test_against_fsdp1() -> None:
 
     module = shard_module(plain(), init_mesh(device_type()))
     optimizer = steps(module)
-    ours = full_optim_state_dict(module, optimizer, rank0_only=False)
+    ours = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     cpu = torch.device("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -250,14 +232,14 @@ def test_against_fsdp1() -> None:
             held = broken["state"]["0.weight"]
             assert torch.equal(held["exp_avg"], held["exp_avg_sq"]), "FSDP1 gathers both into one buffer"
         unsharded = plain()
-        renamed = rekey_optim_state_dict(ours, OptimStateKeyType.PARAM_ID, unsharded)
-        rekeyed = FullyShardedDataParallel.rekey_optim_state_dict(ours, OptimStateKeyType.PARAM_ID, unsharded)
+        renamed = rs.rekey_optim_state_dict(ours, fsdp.OptimStateKeyType.PARAM_ID, unsharded)
+        rekeyed = FullyShardedDataParallel.rekey_optim_state_dict(ours, fsdp.OptimStateKeyType.PARAM_ID, unsharded)
         assert same(renamed["state"], rekeyed["state"])
         alone = torch.optim.AdamW(unsharded.parameters())
         alone.load_state_dict(renamed)
         assert alone.param_groups[0]["lr"] == 0.01
-        back = rekey_optim_state_dict(alone.state_dict(), OptimStateKeyType.PARAM_NAME, unsharded)
-        by_name = (alone.state_dict(), OptimStateKeyType.PARAM_NAME, unsharded)
+        back = rs.rekey_optim_state_dict(alone.state_dict(), fsdp.OptimStateKeyType.PARAM_NAME, unsharded)
+        by_name = (alone.state_dict(), fsdp.OptimStateKeyType.PARAM_NAME, unsharded)
         assert same(back["state"], FullyShardedDataParallel.rekey_optim_state_dict(*by_name)["state"])
     assert same(back["state"], ours["state"])
     assert back["param_groups"][0]["params"] == ours["param_groups"][0]["params"]
@@ -266,14 +248,14 @@ def test_against_fsdp1() -> None:
     module.zero_grad()
     module(torch.ones(2, 5)).square().mean().backward()
     backwards.step()
-    turned = full_optim_state_dict(module, backwards, rank0_only=False)
-    alone.load_state_dict(rekey_optim_state_dict(turned, OptimStateKeyType.PARAM_ID, unsharded, optim=alone))
+    turned = rs.full_optim_state_dict(module, backwards, rank0_only=False)
+    alone.load_state_dict(rs.rekey_optim_state_dict(turned, fsdp.OptimStateKeyType.PARAM_ID, unsharded, optim=alone))
     for name, parameter in unsharded.named_parameters():
         assert torch.equal(alone.state[parameter]["exp_avg"], turned["state"][name]["exp_avg"]), name
     # From the unsharded optimizer into the sharded one, which goes on from there.
-    optimizer.load_state_dict(scatter_full_optim_state_dict(back if dist.get_rank() == 0 else None, module))
-    assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], ours["state"])
-    twice = rekey_optim_state_dict(renamed, OptimStateKeyType.PARAM_ID, unsharded)
+    optimizer.load_state_dict(rs.scatter_full_optim_state_dict(back if dist.get_rank() == 0 else None, module))
+    assert same(rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"], ours["state"])
+    twice = rs.rekey_optim_state_dict(renamed, fsdp.OptimStateKeyType.PARAM_ID, unsharded)
     assert twice["state"].keys() == renamed["state"].keys()
 
 
@@ -289,10 +271,8 @@ def test_forms(root: Path) -> None:
         for _ in range(2):
             torch.manual_seed(0)
             models.append(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
-        models = [
-            shard_module(models[0], init_mesh(device_type())),
-            fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh),
-        ]
+        shard_module(models[0], init_mesh(device_type()))
+        models[1] = fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01 * num_steps) for model in models]
         for model, optimizer in zip(models, optimizers, strict=True):
             for _ in range(num_steps):
@@ -302,43 +282,43 @@ def test_forms(root: Path) -> None:
         return models[0], optimizers[0], models[1], optimizers[1]
 
     module, optimizer, flat, flat_optimizer = made_and_trained(3)
-    everything = full_optim_state_dict(module, optimizer, rank0_only=False)
+    everything = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     for rank0_only, offload in itertools.product((False, True), repeat=2):
-        configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+        of_optimizer = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+        configs = fsdp.FullStateDictConfig(), of_optimizer
         other, fresh, flat_other, flat_fresh = made_and_trained(1)
         with contextlib.ExitStack() as stack:
             for each in (module, other):
                 stack.enter_context(state_dict_type(each, FULL, *configs))
             for each in (flat, flat_other):
                 stack.enter_context(fsdp1.state_dict_type(each, FULL, *configs))
-            found = optim_state_dict(module, optimizer)
+            found = rs.optim_state_dict(module, optimizer)
             wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
             assert found.keys() == wanted.keys() == (set() if rank0_only and rank else {"state", "param_groups"})
             if found:
-                devices = {
-                    value.device.type for held in found["state"].values() for value in held.values() if value.ndim
-                }
+                values = [value for held in found["state"].values() for value in held.values() if value.ndim]
+                devices = {value.device.type for value in values}
                 assert devices == {"cpu" if offload else device_type()}
                 assert same(found["state"], wanted["state"], exact=False)
             given = optimizer.state_dict()
             given["param_groups"][0]["lr"] = 9.0
-            if changed := optim_state_dict(module, optimizer, given):
+            if changed := rs.optim_state_dict(module, optimizer, given):
                 assert changed["param_groups"][0]["lr"] == 9.0
-            loaded = optim_state_dict_to_load(other, fresh, found, load_directly=True)
+            loaded = rs.optim_state_dict_to_load(other, fresh, found, load_directly=True)
             flat_loaded = fsdp1.optim_state_dict_to_load(flat_other, flat_fresh, wanted)
-            named = optim_state_dict_to_load(other, fresh, found, is_named_optimizer=True)
+            named = rs.optim_state_dict_to_load(other, fresh, found, is_named_optimizer=True)
         assert set(loaded["state"]) == {0, 1, 2, 3}, "parameter ids, where FSDP1 has one for each flat parameter"
         assert set(flat_loaded["state"]) == {0}
         assert named["state"].keys() == everything["state"].keys()
-        again = full_optim_state_dict(other, fresh, rank0_only=False)
+        again = rs.full_optim_state_dict(other, fresh, rank0_only=False)
         assert same(again["state"], everything["state"])
         assert again["param_groups"] == everything["param_groups"]
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
         path = root / f"{kind.name}-{dist.get_world_size()}"
         with state_dict_type(module, kind), fsdp1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
-            found = optim_state_dict(module, optimizer)
+            found = rs.optim_state_dict(module, optimizer)
             wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
-        assert same(found["state"], sharded_optim_state_dict(module, optimizer)["state"])
+        assert same(found["state"], rs.sharded_optim_state_dict(module, optimizer)["state"])
         assert found["state"].keys() == wanted["state"].keys()
         for name, held in found["state"].items():
             for key, value in held.items():
@@ -348,13 +328,13 @@ def test_forms(root: Path) -> None:
         dist.barrier()  # nobody reads before the files are whole
         other, fresh, *_ = made_and_trained(1)
         with state_dict_type(other, kind):
-            state = {"optimizer": optim_state_dict(other, fresh)}
+            state = {"optimizer": rs.optim_state_dict(other, fresh)}
             load_sharded(state, checkpoint_id=path)
-            optim_state_dict_to_load(other, fresh, state["optimizer"], load_directly=True)
+            rs.optim_state_dict_to_load(other, fresh, state["optimizer"], load_directly=True)
             wrong = everything if rank == 0 else state["optimizer"]
             with pytest.raises(PlanError, match="no mesh"):
-                optim_state_dict_to_load(other, fresh, wrong)
-        again = full_optim_state_dict(other, fresh, rank0_only=False)
+                rs.optim_state_dict_to_load(other, fresh, wrong)
+        again = rs.full_optim_state_dict(other, fresh, rank0_only=False)
         assert same(again["state"], everything["state"])
         assert again["param_groups"] == everything["param_groups"]
 
@@ -370,37 +350,40 @@ def test_mistakes(root: Path) -> None:
     module = sharded()
     optimizer = adamw(module)
     take_steps(module, optimizer, 1)
-    full = full_optim_state_dict(module, optimizer, rank0_only=False)
+    full = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     with pytest.raises(ValueError, match="not the module's"):
-        full_optim_state_dict(module, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
-    odd = sgd(module) if rank == dist.get_world_size() - 1 and rank else optimizer
-    if dist.get_world_size() > 1:
-        with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
-            full_optim_state_dict(module, odd)
-        with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
-            save_checkpoint(module, root / f"half-{dist.get_world_size()}", optimizer=None if rank else optimizer)
-        assert not (root / f"half-{dist.get_world_size()}").exists()
+        rs.full_optim_state_dict(module, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
+    size = dist.get_world_size()
+    odd, half = sgd(module) if rank == size - 1 and rank else optimizer, root / f"half-{size}"
+    if size > 1:
+        for call in (
+            lambda: rs.full_optim_state_dict(module, odd),
+            lambda: rs.save_checkpoint(module, half, optimizer=None if rank else optimizer),
+        ):
+            with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
+                call()
+        assert not half.exists()
     with pytest.raises(PlanError, match="rank 0 has no full_optim_state_dict"):
-        scatter_full_optim_state_dict(None, module)
+        rs.scatter_full_optim_state_dict(None, module)
     with pytest.raises(PlanError, match="no full optimizer state dict"):
-        scatter_full_optim_state_dict({"nothing": 1} if rank == 0 else None, module)
+        rs.scatter_full_optim_state_dict({"nothing": 1} if rank == 0 else None, module)
     strange = {"state": full["state"] | {"stranger": {"step": torch.tensor(1.0)}}, "param_groups": full["param_groups"]}
     with pytest.raises(PlanError, match="stranger"):
-        shard_full_optim_state_dict(strange, module)
+        rs.shard_full_optim_state_dict(strange, module)
     with pytest.raises(PlanError, match="stranger"):
-        scatter_full_optim_state_dict(strange if rank == 0 else None, module)
+        rs.scatter_full_optim_state_dict(strange if rank == 0 else None, module)
     bad = {"state": {"few": {"exp_avg": torch.zeros(3, 3)}}, "param_groups": full["param_groups"]}
-    cut = shard_full_optim_state_dict(bad, module)["state"]
+    cut = rs.shard_full_optim_state_dict(bad, module)["state"]
     assert not isinstance(next(iter(cut.values()))["exp_avg"], DTensor), "of another shape: whole on every rank"
     with pytest.raises(PlanError, match="param groups of"):
-        shard_full_optim_state_dict(full, module, optim=sgd(module))
+        rs.shard_full_optim_state_dict(full, module, optim=sgd(module))
     with pytest.raises(ValueError, match="both given"):
-        shard_full_optim_state_dict(full, module, optim_input=list(module.parameters()), optim=optimizer)
+        rs.shard_full_optim_state_dict(full, module, optim_input=list(module.parameters()), optim=optimizer)
     with pytest.raises(ValueError, match="optim_state_key_type"):
-        rekey_optim_state_dict(full, "names", module)  # type: ignore[arg-type]
+        rs.rekey_optim_state_dict(full, "names", module)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="99"):
-        rekey_optim_state_dict({"state": {99: {}}, "param_groups": []}, OptimStateKeyType.PARAM_NAME, module)
-    pairs = shard_full_optim_state_dict(full, module, optim_input=optimizer.param_groups)
+        rs.rekey_optim_state_dict({"state": {99: {}}, "param_groups": []}, fsdp.OptimStateKeyType.PARAM_NAME, module)
+    pairs = rs.shard_full_optim_state_dict(full, module, optim_input=optimizer.param_groups)
     assert pairs["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
@@ -414,8 +397,8 @@ def save_all(root: Path, name: str, device: str = "") -> None:
         module = sharded(dtype=dtype, device=device)
         optimizer = OPTIMIZERS[key](module)
         take_steps(module, optimizer, 2)
-        save_checkpoint(module, root / f"{key}-{dtype}-{name}", optimizer=optimizer)
-        full = full_optim_state_dict(module, optimizer)
+        rs.save_checkpoint(module, root / f"{key}-{dtype}-{name}", optimizer=optimizer)
+        full = rs.full_optim_state_dict(module, optimizer)
         if dist.get_rank() == 0:
             torch.save(full, root / f"{key}-{dtype}.reference")
 
@@ -430,15 +413,15 @@ def load_all(root: Path, names: tuple[str, ...], save_as: str | None, device: st
                 for group in optimizer.param_groups:
                     group["lr"] = torch.tensor(5.0) if isinstance(group["lr"], torch.Tensor) else 5.0
                 path = root / f"{key}-{dtype}-{name}"
-                report = load_optimizer_state(module, optimizer, path, loading=Loading(verify="full"))
+                report = rs.load_optimizer_state(module, optimizer, path, loading=Loading(verify="full"))
                 assert report.num_tensors == NUM_STATE_TENSORS[key]
-                full = full_optim_state_dict(module, optimizer)
+                full = rs.full_optim_state_dict(module, optimizer)
                 if dist.get_rank() == 0:
                     expected = torch.load(root / f"{key}-{dtype}.reference", weights_only=True)
                     assert same(full["state"], expected["state"]), (key, dtype, sharding)
                     assert full["param_groups"] == expected["param_groups"], (key, dtype, sharding)
                 if save_as is not None and sharding == Sharding():
-                    save_checkpoint(module, root / f"{key}-{dtype}-{save_as}", optimizer=optimizer)
+                    rs.save_checkpoint(module, root / f"{key}-{dtype}-{save_as}", optimizer=optimizer)
                 take_steps(module, optimizer, 1)
 
 
@@ -449,54 +432,47 @@ def test_file_mistakes(root: Path) -> None:
     module = sharded()
     optimizer = adamw(module)
     take_steps(module, optimizer, 1)
-    save_checkpoint(module, root / f"bare-{dist.get_world_size()}")
+    rs.save_checkpoint(module, root / f"bare-{dist.get_world_size()}")
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
-        load_optimizer_state(module, optimizer, root / f"bare-{dist.get_world_size()}")
-    report = save_checkpoint(module, path, optimizer=optimizer)
+        rs.load_optimizer_state(module, optimizer, root / f"bare-{dist.get_world_size()}")
+    report = rs.save_checkpoint(module, path, optimizer=optimizer)
     assert report.num_tensors == 8 + 2 * 6
-    before = full_optim_state_dict(module, optimizer, rank0_only=False)
+    before = rs.full_optim_state_dict(module, optimizer, rank0_only=False)
     with pytest.raises(PlanError, match="2 param groups were saved, the optimizer has 1"):
-        load_optimizer_state(module, sgd(module), path)
+        rs.load_optimizer_state(module, sgd(module), path)
     with pytest.raises(PlanError, match="the state of AdamW was saved, the optimizer is SGD"):
-        load_optimizer_state(module, torch.optim.SGD(optimizer.param_groups, lr=0.1), path)
-    load_optimizer_state(module, optimizer, path / "model.safetensors")
+        rs.load_optimizer_state(module, torch.optim.SGD(optimizer.param_groups, lr=0.1), path)
+    rs.load_optimizer_state(module, optimizer, path / "model.safetensors")
     swapped = torch.optim.AdamW([{"params": [p]} for p in list(module.parameters())[:2]])
     with pytest.raises(PlanError, match=r"param group 0: blocks\.0\.bias was saved, the optimizer has it not"):
-        load_optimizer_state(module, swapped, path)
+        rs.load_optimizer_state(module, swapped, path)
     dist.barrier()
     outline = path / "optimizer" / "raysharding.optimizer.json"
     good = outline.read_bytes()
     fields = json.loads(good)
     tensors = {**fields["outline"]["tensors"], "few/exp_avg": [[1, 6], "load", True]}
-    hostile = [
-        b"{",
-        b"[]",
-        json.dumps({**fields, "format_version": 2}).encode(),
-        json.dumps({**fields, "outline": {}}).encode(),
-        json.dumps({**fields, "outline": {**fields["outline"], "tensors": tensors}}).encode(),
-        json.dumps({**fields, "outline": {**fields["outline"], "values": {"few": {"step": {"kind": "x"}}}}}).encode(),
-    ]
-    for data in hostile:
+    wrong: list[dict[str, Any]] = [{"tensors": tensors}, {"values": {"few": {"step": {"kind": "x"}}}}]
+    hostile = [{**fields, "format_version": 2}, {**fields, "outline": {}}]
+    hostile += [{**fields, "outline": {**fields["outline"], **one}} for one in wrong]
+    for data in ("{", "[]", *map(json.dumps, hostile)):
         dist.barrier()
         if rank == 0:
-            outline.write_bytes(data)
+            outline.write_text(data)
         dist.barrier()
         with pytest.raises(CheckpointError, match=r"raysharding\.optimizer\.json"):
-            load_optimizer_state(module, optimizer, path)
+            rs.load_optimizer_state(module, optimizer, path)
     dist.barrier()
     if rank == 0:
         outline.write_bytes(good)
         weights = path / "optimizer" / "model.safetensors"
-        with weights.open("r+b") as file:
-            file.seek(-3, 2)
-            last = file.read(1)
-            file.seek(-3, 2)
-            file.write(bytes([last[0] ^ 1]))
+        held = bytearray(weights.read_bytes())
+        held[-3] ^= 1
+        weights.write_bytes(held)
     dist.barrier()
-    assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
+    assert same(rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
     with pytest.raises(CheckpointError, match="crc32"):
-        load_optimizer_state(module, optimizer, path, loading=Loading(verify="full"))
-    assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
+        rs.load_optimizer_state(module, optimizer, path, loading=Loading(verify="full"))
+    assert same(rs.full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
 
 
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
@@ -509,7 +485,7 @@ def test_offloaded(root: Path) -> None:
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        save_checkpoint(module, root / f"offload-{offload}", optimizer=optimizer)
+        rs.save_checkpoint(module, root / f"offload-{offload}", optimizer=optimizer)
         load = OptimizerLoad.plan(module, optimizer, root / f"offload-{offload}")
         table = TensorTable(load.target.tensors, like=load.module)
         materialize(table, torch.device("meta"))

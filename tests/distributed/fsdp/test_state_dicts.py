@@ -1,4 +1,4 @@
-"""`state_dict_type` on real groups, beside FSDP1's; saved by some ranks and loaded by others."""
+"""`state_dict_type`, `apply`, `fsdp_modules` and names beside FSDP1's; state saved by some ranks, loaded by others."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    get_state_dict_type,
-    init_mesh,
-    set_state_dict_type,
-    shard_module,
-    state_dict_type,
-    summon_full_params,
-)
+from raysharding.distributed import init_mesh, shard_module, state_dict_type, summon_full_params
+from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.checks import on_ranks
-from tests.distributed.fsdp.test_full_params import rank, require_equal, require_shards
-from tests.distributed.fully_shard.sharding_models import IDS, bumped, ours, outcomes, same, shardings, theirs
+from tests.distributed.fsdp.test_full_params import rank, require_equal, require_shards, summon_theirs
+from tests.distributed.fully_shard.sharding_models import (
+    IDS,
+    bumped,
+    ours,
+    outcomes,
+    own_rows,
+    same,
+    shardings,
+    theirs,
+    theirs_named,
+)
 from tests.distributed.fully_shard.test_sharding import Scaled
 from tests.distributed.models import Odd, filled
 from tests.spawn import device_type
@@ -87,7 +85,7 @@ def test_full(root: Path) -> None:
             found = model.state_dict()
             assert list(found) == list(expected)
             assert str(model.load_state_dict(found)) == "<All keys matched successfully>"
-    with state_dict_type(DistModule(wrapped["inner"]), FULL):
+    with state_dict_type(rs.DistModule(wrapped["inner"]), FULL):
         assert same(wrapped["inner"].state_dict()["large"], expected["large"])
 
 
@@ -174,7 +172,7 @@ def test_sharded() -> None:
             assert str(other.load_state_dict(found)) == "<All keys matched successfully>"
         require_equal(other, filled())
         oracle = _on_a_mesh()
-        with FullyShardedDataParallel.state_dict_type(oracle, SHARDED, ShardedStateDictConfig()):
+        with FullyShardedDataParallel.state_dict_type(oracle, SHARDED, fsdp.ShardedStateDictConfig()):
             wanted = oracle.state_dict()
         assert list(wanted) == list(found)
         for name, value in found.items():
@@ -214,7 +212,7 @@ def test_local(root: Path) -> None:
     world_size = dist.get_world_size()
     for index, sharding in enumerate(shardings()):
         module, path = ours(sharding), root / f"local-{world_size}-{index}"
-        with state_dict_type(module, LOCAL, LocalStateDictConfig(offload_to_cpu=True)):
+        with state_dict_type(module, LOCAL, fsdp.LocalStateDictConfig(offload_to_cpu=True)):
             found = module.state_dict()
         assert list(found) == list(filled().state_dict())
         assert found["head.weight"].to_local().data_ptr() == local_tensor(module.embed.weight).data_ptr()
@@ -237,18 +235,15 @@ def test_local(root: Path) -> None:
         flat.load_state_dict(state)
     assert torch.equal(next(flat.parameters()), next(wanted.parameters()))
     last = dist.get_world_size() - 1
-    for key, value, word in (
-        ("large", torch.zeros(521, 1), "DTensor"),
-        ("narrow", module.narrow.detach()[:1], "shape"),
-        ("narrow", None, "not a tensor"),
-    ):
+    wrongs = [("large", torch.zeros(521, 1), "DTensor"), ("narrow", module.narrow.detach()[:1], "shape")]
+    for key, value, word in (*wrongs, ("narrow", None, "not a tensor")):
         for strict in (True, False):
             state = found | {key: value} if rank() == last else found
             errors = outcomes(partial(_load, module, LOCAL, state, strict))
             assert all(text.startswith("PlanError") and key in text and word in text for text in errors), errors
     with torch.device("meta"):
         empty = Odd()
-    fully_shard(empty, mesh=init_mesh(device_type()), ignored_params={empty.scale})
+    fsdp.fully_shard(empty, mesh=init_mesh(device_type()), ignored_params={empty.scale})
     assert all("materialize" in text for text in outcomes(lambda: _load(empty, LOCAL, found)))
 
 
@@ -287,7 +282,7 @@ def test_inner_modules(root: Path) -> None:
                 result = module.get_submodule(name).load_state_dict(state if rank() == 0 else {})
                 assert str(result) == "<All keys matched successfully>"
                 expected.get_submodule(name).load_state_dict(state)
-            assert get_state_dict_type(module.blocks[0]).state_dict_config is config
+            assert rs.get_state_dict_type(module.blocks[0]).state_dict_config is config
             with state_dict_type(module.blocks[0], SHARDED):
                 assert isinstance(module.blocks[0].state_dict()["weight"], DTensor)
             assert ("weight" in module.blocks[0].state_dict()) == (not rank0_only or rank() == 0)
@@ -344,9 +339,9 @@ def test_extra_state() -> None:
 def test_settings() -> None:
     """Forms nest, and go when their context does, by an exception too, after which FSDP1's stays."""
     module, oracle = ours(), theirs()
-    assert get_state_dict_type(module).state_dict_type is SHARDED
+    assert rs.get_state_dict_type(module).state_dict_type is SHARDED
     with pytest.raises(KeyError), state_dict_type(module, FULL, RANK_0_ONLY):  # noqa: PT012
-        settings = get_state_dict_type(module)
+        settings = rs.get_state_dict_type(module)
         assert (settings.state_dict_type, settings.state_dict_config) == (FULL, RANK_0_ONLY)
         with state_dict_type(module, LOCAL):
             assert isinstance(module.state_dict()["narrow"], DTensor)
@@ -358,12 +353,12 @@ def test_settings() -> None:
     with pytest.raises(KeyError), FullyShardedDataParallel.state_dict_type(oracle, LOCAL):
         raise KeyError
     assert FullyShardedDataParallel.get_state_dict_type(oracle).state_dict_type is LOCAL
-    assert set_state_dict_type(module, FULL).state_dict_type is SHARDED
-    assert set_state_dict_type(module, LOCAL).state_dict_type is FULL
+    assert rs.set_state_dict_type(module, FULL).state_dict_type is SHARDED
+    assert rs.set_state_dict_type(module, LOCAL).state_dict_type is FULL
     with pytest.raises(ValueError, match="ShardedStateDictConfig"):
-        set_state_dict_type(module, SHARDED, FullStateDictConfig())
-    set_state_dict_type(module, FULL, None, FullOptimStateDictConfig())
-    assert isinstance(get_state_dict_type(module).optim_state_dict_config, FullOptimStateDictConfig)
+        rs.set_state_dict_type(module, SHARDED, FullStateDictConfig())
+    rs.set_state_dict_type(module, FULL, None, fsdp.FullOptimStateDictConfig())
+    assert isinstance(rs.get_state_dict_type(module).optim_state_dict_config, fsdp.FullOptimStateDictConfig)
 
 
 @pytest.mark.all_ranks
@@ -382,14 +377,159 @@ def test_what_other_meshes_saved(root: Path) -> None:
         with state_dict_type(module, SHARDED):
             save_sharded(module.state_dict(), checkpoint_id=root / f"sharded-{index}", process_group=ranks)
     dist.barrier()  # nobody reads before the files are whole
+    expected = [filled(saved).state_dict() for saved in range(len(list(root.glob("full-*.pt"))))]
     for mesh, sharding, ranks in meshes:
-        for saved in range(len(list(root.glob("full-*.pt")))):
-            module = shard_module(filled(9), mesh, sharding)
+        module = shard_module(filled(9), mesh, sharding)
+        for saved, values in enumerate(expected):  # each load replaces other values
             _load(module, FULL, torch.load(root / f"full-{saved}.pt") if rank() == 0 else {})
-            models.require_equal(module, filled(saved).state_dict())
-            module = shard_module(filled(9), mesh, sharding)
+            models.require_equal(module, values)
+        module = shard_module(filled(9), mesh, sharding)
+        for saved, values in enumerate(expected):
             with state_dict_type(module, SHARDED):
                 state = module.state_dict()
                 load_sharded(state, checkpoint_id=root / f"sharded-{saved}", process_group=ranks)
                 module.load_state_dict(state)
-            models.require_equal(module, filled(saved).state_dict())
+            models.require_equal(module, values)
+
+
+def initialise(module: nn.Module) -> None:
+    """As `init_weights` of many libraries: random numbers, in the order of the visits."""
+    with torch.no_grad():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            assert not isinstance(module.weight, DTensor)
+            assert module.weight.dtype == torch.float32
+            nn.init.orthogonal_(module.weight)
+        if isinstance(module, Odd):
+            module.narrow.normal_()
+            module.scale.fill_(0.25)
+
+
+@on_ranks(1, 3, full=(2, 4), sim=(2,))
+def test_apply() -> None:
+    """The values of FSDP1 and of one process, for a rule that needs whole rows and columns; also in low precision."""
+    expected = filled()
+    torch.manual_seed(3)
+    expected.apply(initialise)
+    for sharding in shardings():
+        module, oracle = ours(sharding), theirs(sharding)
+        torch.manual_seed(3)
+        assert rs.apply(module, initialise) is module
+        torch.manual_seed(3)
+        oracle.apply(initialise)
+        require_shards(module)
+        require_equal(module, expected)
+        with summon_full_params(module, writeback=False), summon_theirs(oracle, writeback=False):
+            wanted = theirs_named(oracle)
+            assert all(same(wanted[name], parameter) for name, parameter in module.named_parameters())
+    wrapped = rs.DistModule(ours())
+    torch.manual_seed(3)
+    assert rs.apply(wrapped, initialise) is wrapped
+    require_equal(wrapped.module, expected)
+
+
+@on_ranks(3)
+def test_visits() -> None:
+    """Each submodule once, in the order of `nn.Module.apply`, with its own group gathered and no other below."""
+    module = ours()
+    wanted: list[str] = []
+    visits: list[str] = []
+    names = {submodule: name for name, submodule in module.named_modules()}
+    nn.Module.apply(module, lambda submodule: wanted.append(names[submodule]))
+
+    def visit(submodule: nn.Module) -> None:
+        visits.append(names[submodule])
+        assert not any(isinstance(parameter, DTensor) for parameter in submodule.parameters(recurse=False))
+        if isinstance(submodule, Odd):
+            assert isinstance(module.blocks[0].weight, DTensor)
+
+    rs.apply(module, visit)
+    assert visits == wanted
+    shared: Any = nn.Sequential(module.blocks[0], module.blocks[0])
+    visits.clear()
+    names[shared] = "shared"
+    rs.apply(shared, visit)
+    assert visits == ["blocks.0", "shared"]
+    plain: list[nn.Module] = []
+    assert rs.apply(lonely := nn.Sequential(nn.Linear(2, 2)), plain.append) is lonely
+    assert plain == [lonely[0], lonely]
+
+
+@on_ranks(3)
+def test_an_apply_that_fails() -> None:
+    """An error of one rank is one of all ranks, and no rank waits for the failed one's part."""
+    module, last = ours(), dist.get_world_size() - 1
+
+    def fail(submodule: nn.Module) -> None:
+        if submodule in module.blocks and dist.get_rank() == last:
+            raise KeyError("no rule")
+        if isinstance(submodule, Odd):
+            module.narrow.data.fill_(4.0)
+
+    found = outcomes(lambda: rs.apply(module, fail))
+    assert found[last] == "KeyError: 'no rule'"
+    assert all(f"on rank {last}" in text for text in found[:last]), found
+    require_shards(module)
+
+
+@on_ranks(3)
+def test_modules() -> None:
+    """The modules that FSDP1 finds, in its order."""
+    module, oracle = ours(), theirs()
+    names = {submodule: name for name, submodule in module.named_modules()}
+    their_names = {submodule: clean_tensor_name(name) for name, submodule in oracle.named_modules()}
+    for root_only in (False, True):
+        found = [names[each] for each in rs.fsdp_modules(module, root_only) if isinstance(each, nn.Module)]
+        wanted = FullyShardedDataParallel.fsdp_modules(oracle, root_only)
+        assert found == [their_names[each].removeprefix("_fsdp_wrapped_module") for each in wanted]
+        assert len(found) == (1 if root_only else 4)
+    first, second = ours(), ours()
+    pair = nn.ModuleList([first, nn.Linear(1, 1), second])
+    assert rs.fsdp_modules(pair, root_only=True) == [first, second]
+    assert len(rs.fsdp_modules(pair)) == 8
+    assert all(isinstance(each, fsdp.FSDPModule) for each in rs.fsdp_modules(pair))
+    assert rs.fsdp_modules(nn.Linear(1, 1)) == []
+    wrapped = rs.DistModule(module)
+    assert rs.fsdp_modules(wrapped, root_only=True) == [module]
+
+
+@on_ranks(3)
+def test_names() -> None:
+    """FQNs of the plain module, under activation checkpointing and torch.compile too; shards after a forward."""
+    model: Any = filled()
+    plain = filled()
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
+    shard_module(model, init_mesh(device_type()))
+    oracle = theirs()
+    found = dict(rs.named_parameters(model))
+    assert list(found) == [name for name, _ in plain.named_parameters()]
+    with summon_theirs(oracle):
+        assert list(found) == list(dict(oracle.named_parameters()))
+    options: list[dict[str, Any]] = [{"remove_duplicate": False}, {"recurse": False}, {"prefix": "model"}]
+    for option in options:
+        pairs = dict(rs.named_parameters(model, **option)), dict(plain.named_parameters(**option))
+        assert pairs[0].keys() == pairs[1].keys()
+        buffers = dict(rs.named_buffers(model, **option)), dict(plain.named_buffers(**option))
+        assert buffers[0].keys() == buffers[1].keys()
+        assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
+    for module in (ours(), rs.DistModule(ours())):
+        module(own_rows())
+        assert all(isinstance(p, DTensor) for name, p in rs.named_parameters(module) if name != "scale")
+        with summon_full_params(module):
+            assert not any(isinstance(parameter, DTensor) for _, parameter in rs.named_parameters(module))
+
+
+@on_ranks(3, sim=(2,))
+def test_params_with_grad() -> None:
+    """Those that one process has; FSDP1 has each on the ranks that hold some of it."""
+    module, oracle, plain = ours(), theirs(), filled()
+    assert rs.params_with_grad(module) == []
+    for each in (module, oracle, plain):
+        each.large.requires_grad_(False)
+        each.blocks[0].weight.requires_grad_(False)
+        each(own_rows()).float().mean().backward()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = [names[parameter] for parameter in rs.params_with_grad(module)]
+    assert found == [name for name, parameter in plain.named_parameters() if parameter.grad is not None]
+    local = [name for name, parameter in theirs_named(oracle).items() if parameter.grad is not None]
+    assert set(found) == {name for names in all_gather_json(local) for name in names}

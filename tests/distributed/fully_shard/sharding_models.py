@@ -30,8 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width + 1, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -51,8 +50,7 @@ class Net(nn.Module):
         x = self.embed(x) * self.few
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(self.frozen(x)) * self.scale
-        return out
+        return self.head(self.frozen(x)) * self.scale
 
 
 def build(make: Callable[[], nn.Module] = Net, seed: int = 0) -> Any:
@@ -103,11 +101,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def fsdp1_gradients(module: Any) -> dict[str, torch.Tensor]:
     with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): item.grad.clone()
-            for name, item in module.named_parameters()
-            if item.grad is not None
-        }
+        return {name: item.grad.clone() for name, item in theirs_named(module).items() if item.grad is not None}
 
 
 def assert_same(

@@ -1,4 +1,4 @@
-"""Parameters of another dtype than their module's others: trained, saved and computed as in one process."""
+"""Several dtypes in one module, by mixed precision or kept parameters: as FSDP1 and as one process have them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,179 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    init_mesh,
-    load_checkpoint,
-    load_optimizer_state,
-    merge_fsdp_weights,
-    reshard,
-    save_checkpoint,
-    shard_module,
-    train_step,
-)
+from raysharding.distributed import init_mesh, merge_fsdp_weights, shard_module, train_step
 from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type, summon_full_params
 from raysharding.models import build_module, full_precision_groups, wrap, wrap_groups
 from tests.distributed.checks import on_ranks
-from tests.distributed.fully_shard.sharding_models import full
+from tests.distributed.fully_shard.sharding_models import (
+    Net,
+    assert_same,
+    build,
+    fsdp1,
+    fsdp1_gradients,
+    full,
+    gradients,
+    mine,
+    rows,
+    sharded,
+)
 from tests.models.architectures import ARCHITECTURES
 from tests.models.tiny import tiny_models
 from tests.models.tiny_batches import tiny_batches
 from tests.spawn import device_type, part_of_ranks
 
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.plain = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.plain(torch.tanh(self.norm(self.line(x))))
+        return out + x
+
+
+class Normed(nn.Module):
+    """BatchNorm inside blocks and in the root, and a buffer of its own."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.last = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("table", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+def watch(module: nn.Module) -> dict[str, list[torch.dtype]]:
+    """Name → dtypes of what goes in, the weight, the statistics, and what comes out, in forward."""
+    seen: dict[str, list[torch.dtype]] = {}
+    for name, inner in module.named_modules():
+        clean = name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module")
+        if not isinstance(inner, nn.Linear | nn.BatchNorm1d):
+            continue
+
+        def before(inner: Any, args: Any, clean: str = clean) -> None:
+            tensors = [args[0], inner.weight, getattr(inner, "running_mean", None)]
+            seen[clean] = [tensor.dtype for tensor in tensors if tensor is not None]
+
+        def after(inner: Any, args: Any, output: torch.Tensor, clean: str = clean) -> None:
+            seen[clean].append(output.dtype)
+
+        inner.register_forward_pre_hook(before)
+        inner.register_forward_hook(after)
+    return seen
+
+
+@on_ranks(1, 2, full=(4,))
+def test_batch_norm_as_fsdp1(replicate_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    theirs = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batch = rows(24, 8)
+    for precision in ("bf16", policy):
+        module = sharded(build(Normed), wrap=["Layer"], mixed_precision=precision, replicate_size=replicate_size)
+        with pytest.warns(UserWarning, match="BatchNorm"):
+            oracle = fsdp1(build(Normed), wrap=(Layer,), mixed_precision=theirs)
+        seen, expected = watch(module), watch(oracle)
+        for step in range(2):
+            losses = [each(mine(batch) + step).float().square().mean() for each in (module, oracle)]
+            assert torch.allclose(losses[0], losses[1], rtol=1e-3), losses
+            for loss in losses:
+                loss.backward()
+        assert seen == expected, (seen, expected)
+        assert seen["layers.0.norm"] == [torch.float32, torch.float32, torch.float32, torch.bfloat16]
+        assert seen["layers.0.line"][:2] == [torch.bfloat16] * 2
+        assert_same(gradients(module), fsdp1_gradients(oracle), rtol=2e-2, atol=2e-3)
+        clean = {name.replace("_fsdp_wrapped_module.", ""): item for name, item in oracle.named_buffers()}
+        for name, buffer in module.named_buffers():
+            assert buffer.dtype == clean[name].dtype, name
+            assert torch.allclose(buffer.float(), clean[name].float(), rtol=1e-3, atol=1e-4), name
+
+
+@on_ranks(1, 2, full=(4,))
+def test_checkpointing_counts_statistics_once() -> None:
+    """The second forward of an activation checkpoint leaves the running statistics alone; nested groups or not."""
+    batch = mine(rows(24, 8))
+    for precision in (None, "bf16"):
+        module = sharded(build(Normed), wrap=["Layer"], mixed_precision=precision, activation_checkpointing=True)
+        twin = sharded(build(Normed), wrap=["Layer"], mixed_precision=precision)
+        for each in (module, twin):
+            for _ in range(2):
+                each(batch).float().square().mean().backward()
+        assert int(module.layers[0].norm.num_batches_tracked) == 2
+        assert_same(dict(module.named_buffers()), dict(twin.named_buffers()), rtol=0, atol=0)
+        assert_same(gradients(module), gradients(twin), rtol=0, atol=0)
+
+
+@on_ranks(1, 2, full=(4,))
+def test_low_precision_gradients_are_kept(replicate_size: int) -> None:
+    """As FSDP1's `keep_low_precision_grads`, from backward to backward; a load on the way changes nothing."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    theirs = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+    fields: dict[str, Any] = {"mixed_precision": policy, "keep_low_precision_grads": True}
+    module, batch = sharded(build(Net), replicate_size=replicate_size, **fields), mine(rows(24))
+    twin = sharded(build(Net), replicate_size=replicate_size, mixed_precision=policy)
+    oracle = fsdp1(build(Net), mixed_precision=theirs)
+    for _ in range(2):
+        for each in (module, twin, oracle):
+            each(batch).float().square().mean().backward()
+        require_low_precision_gradients(module)
+        if dist.get_world_size() > 1:  # with one rank FSDP1 switches to NO_SHARD, which casts them all the same
+            assert {item.grad.dtype for item in oracle.parameters() if item.grad is not None} == {torch.bfloat16}
+        # FSDP1 cannot summon such gradients, so the values are those without the option.
+        assert_same(gradients(module), gradients(twin), rtol=1e-2, atol=1e-3)
+    before = float(rs.clip_grad_norm_(module, 0.5))
+    assert float(rs.clip_grad_norm_(module, None)) == pytest.approx(min(before, 0.5), rel=1e-2)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    module.load_state_dict(dict(module.state_dict()), assign=True)  # new parameters, without gradients
+    module(batch).float().square().mean().backward()
+    require_low_precision_gradients(module)
+
+
+def require_low_precision_gradients(module: nn.Module) -> None:
+    """In bf16, but for 0-dim parameters, which FSDP does not manage; FSDP1 refuses those."""
+    found = {name: item.grad for name, item in module.named_parameters() if item.grad is not None}
+    used = {name for name, item in Net().named_parameters() if item.requires_grad and not name.startswith("unused")}
+    assert found.keys() == used
+    assert all(grad.dtype == (torch.bfloat16 if grad.ndim else torch.float32) for grad in found.values())
+
+
+@on_ranks(2)
+def test_batch_norm_stored_in_low_precision() -> None:
+    """Full precision is what the module is stored in."""
+    module = sharded(build(Normed).to(torch.bfloat16), wrap=["Layer"], mixed_precision="fp16")
+    seen = watch(module)
+    module(mine(rows(24, 8))).float().square().mean().backward()
+    assert seen["last"] == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16]
+
+
+def test_batch_norms_are_groups_only_under_mixed_precision() -> None:
+    low = wrap_groups(Normed(), Sharding(wrap=["Layer"], mixed_precision="bf16"))
+    assert low == (("layers.0.norm",), ("layers.1.norm",), ("layers.0",), ("layers.1",), ("last",))
+    for precision in (None, MixedPrecisionPolicy(reduce_dtype=torch.float32)):
+        assert wrap_groups(Normed(), Sharding(wrap="none", mixed_precision=precision)) == ()
+
+
 NUM_ROWS = 6
 WHOLE = {"blocks.0.sinks", "blocks.1.sinks", "gate.scale", "tables.0"}
 
 
-class Block(nn.Module):
+class SinkBlock(nn.Module):
     """Keeps a parameter in another dtype beside its layers."""
 
     def __init__(self) -> None:
@@ -71,7 +213,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(SinkBlock() for _ in range(2))
         self.gate = Gate()
         self.tables = nn.ParameterList([torch.ones(3, 5, dtype=torch.float64)])  # is not called
         self.head = nn.Linear(5, 1)
@@ -82,7 +224,7 @@ class Model(nn.Module):
         return self.head(self.gate(x) + self.tables[0].sum(0).float())
 
 
-def rows() -> torch.Tensor:
+def five_rows() -> torch.Tensor:
     return torch.randn(NUM_ROWS, 5, generator=torch.Generator().manual_seed(1))
 
 
@@ -94,12 +236,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05)
 
 
-def sharded(group: Any = None) -> Any:
-    return shard_module(Model(), init_mesh(device_type(), group=group), Sharding(wrap=["Block"]))
+def sharded_model(group: Any = None) -> Any:
+    return shard_module(Model(), init_mesh(device_type(), group=group), Sharding(wrap=["SinkBlock"]))
 
 
 def batch_of(group: Any = None) -> RankBatch:
-    return deal((Split(rows()),), {}, dist.get_world_size(group))[dist.get_rank(group)]
+    return deal((Split(five_rows()),), {}, dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def save_alone(model: Any, path: Path) -> None:
@@ -109,7 +251,7 @@ def save_alone(model: Any, path: Path) -> None:
 
 
 def require_same(module: nn.Module, twin: nn.Module) -> None:
-    reshard(module)
+    rs.reshard(module)
     expected = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         assert parameter.dtype == expected[name].dtype, name
@@ -120,14 +262,14 @@ def require_same(module: nn.Module, twin: nn.Module) -> None:
 @on_ranks(1, 3, full=(2,))
 def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
     """They train as in one process, are in every form of state once, and load on another number of ranks."""
-    module, twin = sharded(), Model()
+    module, twin = sharded_model(), Model()
     whole = {name for name, one in module.named_parameters() if not isinstance(one, DTensor)}
     assert whole == WHOLE
     optimizer, other = adamw(module), adamw(twin)
     for _ in range(3):
         found = train_step(module, optimizer, batch_of(), loss=square, max_grad_norm=0.5)
         other.zero_grad()
-        loss = square(twin(rows()))
+        loss = square(twin(five_rows()))
         loss.backward()
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
         other.step()
@@ -147,14 +289,14 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
                 value = module.get_parameter(name)
                 assert state["state"][name]["exp_avg"].shape == value.shape
                 assert torch.equal(merged.get_tensor(name), value), name
-    save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
+    rs.save_checkpoint(module, root / "kept-saved", optimizer=optimizer)
     num_others = 2 if dist.get_world_size() > 2 else 1
     pair = dist.new_group(list(range(num_others)))
     if dist.get_rank() < num_others:
-        again = sharded(pair)
+        again = sharded_model(pair)
         other = adamw(again)
-        load_checkpoint(again, open_checkpoint(root / "kept-saved"))
-        load_optimizer_state(again, other, root / "kept-saved")
+        rs.load_checkpoint(again, open_checkpoint(root / "kept-saved"))
+        rs.load_optimizer_state(again, other, root / "kept-saved")
         train_step(again, other, batch_of(pair), loss=square)
     train_step(module, optimizer, batch_of(), loss=square)
     held = {name: full(parameter) for name, parameter in module.named_parameters()}
@@ -171,21 +313,21 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
 
 
 def bf16_equals_one_process(name: str, path: Path) -> None:
-    """Every rank has all rows, so that averages are exact; two steps, clipped, and the save."""
+    """Every rank has all five_rows, so that averages are exact; two steps, clipped, and the save."""
     import transformers
 
     module: Any = build_module(None, open_checkpoint(path), torch.bfloat16)
     shard_module(module, init_mesh("cpu"))
-    load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
+    rs.load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
     twin = getattr(transformers, name).from_pretrained(path, dtype=torch.bfloat16).eval()
     batch = batch_for(twin)
-    optimizer, other = adamw(module), adamw(twin)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, twin))
     for _ in range(2):
         losses = [loss_of(each, batch) for each in (module.eval(), twin)]
         assert torch.equal(*losses), losses
         for loss in losses:
             loss.backward()
-        clip_grad_norm_(module, 1.0)
+        rs.clip_grad_norm_(module, 1.0)
         grads = [parameter.grad for parameter in twin.parameters() if parameter.grad is not None]
         norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
         torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0))  # torch's own rounds the norm to bf16
@@ -193,7 +335,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
             each.step()
             each.zero_grad()
     require_same(module, twin)
-    save_checkpoint(module, path / "ours")
+    rs.save_checkpoint(module, path / "ours")
     if dist.get_rank() == 0 and part_of_ranks() is None:  # transformers writes on global rank 0 alone
         twin.save_pretrained(path / "theirs")
         ours, theirs = (open_checkpoint(path / folder).tensors for folder in ("ours", "theirs"))
@@ -207,28 +349,30 @@ def batch_for(model: Any) -> dict[str, Any]:
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)  # Wav2Vec2's quantizer draws
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
-KINDS = {
-    "FlintForCausalLM": "sinks, beside layers",
-    "InklingForCausalLM": "a scale in a leaf, and convolutions that are read without a call",
-    "OlmoHybridForCausalLM": "A_log, beside a parameter of the same module",
-    "Wav2Vec2ForPreTraining": "a codebook",
+KINDS: dict[str, dict[str, Any]] = {
+    "FlintForCausalLM": {},  # sinks, beside layers
+    # A scale in a leaf, and convolutions that are read without a call.
+    "InklingForCausalLM": {"swa_head_dim": 8, "sliding_window_size": 8, "rel_extent": 16},
+    # A_log, beside a parameter of the same module.
+    "OlmoHybridForCausalLM": {"linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    # A codebook.
+    "Wav2Vec2ForPreTraining": {"conv_dim": [8] * 7, "num_codevectors_per_group": 8, "num_conv_pos_embeddings": 8}
+    | dict.fromkeys(("codevector_dim", "proj_codevector_dim"), 16),
 }
+"""Class → fields that are slow as `tiny_models` leaves them."""
 
 
 @on_ranks(2)
 def test_models_that_keep_parameters_in_float32_train_in_bf16(root: Path) -> None:
-    for name in KINDS:
+    for name, fields in KINDS.items():
         if dist.get_rank() == 0:
             model = next(iter(tiny_models(name)))
-            if hasattr(model.config, "conv_dim"):
-                # A CPU takes a minute for those of 512 channels.
-                model.config.conv_dim = [8] * len(model.config.conv_dim)
-                model = type(model)(model.config)
-            save_alone(model, root / name)
+            for field, value in fields.items():
+                setattr(model.config.get_text_config(), field, value)
+            save_alone(type(model)(model.config), root / name)
         dist.barrier()
         bf16_equals_one_process(name, root / name)
 
@@ -254,7 +398,7 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     groups = wrap_groups(module, sharding)
     assert any(full_precision_groups(module, sharding, groups)) == (max_whole_bytes == 0)
     shard_module(module, init_mesh("cpu"), sharding)
-    load_checkpoint(module, opened)
+    rs.load_checkpoint(module, opened)
     one = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     ids = torch.randint(3, 60, (64, 24), generator=torch.Generator().manual_seed(3))
     (found, logits), (expected, others) = (experts_of(model.eval(), ids) for model in (module, one))
@@ -262,7 +406,7 @@ def routes_as_one_process(path: Path, max_whole_bytes: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert torch.equal(logits, others)
     module.train()(input_ids=ids, labels=ids).loss.backward()
-    reshard(module)
+    rs.reshard(module)
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     assert {grad.dtype for grad in grads} == {torch.float32}
 
@@ -292,8 +436,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(5, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.tower(x.to(self.tower.weight.dtype)).float() + self.adapter(x.float()))
-        return out
+        return self.head(self.tower(x.to(self.tower.weight.dtype)).float() + self.adapter(x.float()))
 
 
 @on_ranks(2)
@@ -303,7 +446,7 @@ def test_training_in_float16_is_refused() -> None:
         shard_module(module, init_mesh(device_type()), Sharding(**fields))
         optimizer = adamw(module)
         with torch.no_grad():
-            module(rows())  # inference is allowed
+            module(five_rows())  # inference is allowed
         return train_step(module, optimizer, batch_of(), loss=square)
 
     half, frozen, apart = nn.Sequential(nn.Linear(5, 1).half()), Tower(), Tower()

@@ -16,20 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    DistModule,
-    apply,
-    apply_fsdp2,
-    broadcast_and_shard_state_dict,
-    init_mesh,
-    load_full_state_dict,
-    load_state_dict,
-    shard_broadcasted_state_dict,
-    shard_module,
-    state_dict_type,
-    using_group,
-)
+from raysharding.distributed import init_mesh, load_state_dict, shard_module, state_dict_type
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import full, ours
@@ -44,7 +33,7 @@ def meshes() -> list[Any]:
 
 
 def apply_to(module: nn.Module, mesh: Any = None) -> Any:
-    apply_fsdp2(module, mesh or init_mesh(device_type()))
+    rs.apply_fsdp2(module, mesh or init_mesh(device_type()))
     return module
 
 
@@ -69,10 +58,10 @@ class Lazy(Mapping[str, torch.Tensor]):
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_a_module_and_its_wrapper() -> None:
     plain = filled()
-    wrapped = DistModule(plain)
+    wrapped = rs.DistModule(plain)
     assert isinstance(wrapped, nn.Module)
     assert wrapped.module is plain
-    assert DistModule(wrapped).module is plain
+    assert rs.DistModule(wrapped).module is plain
     for name in ("parameters", "buffers", "modules", "children"):
         assert [id(item) for item in getattr(wrapped, name)()] == [id(item) for item in getattr(plain, name)()], name
     for name in ("named_parameters", "named_buffers", "named_modules", "named_children"):
@@ -88,14 +77,11 @@ def test_a_module_and_its_wrapper() -> None:
     with pytest.raises(AttributeError, match="'Odd' object has no attribute 'nothing'"):
         wrapped.nothing  # noqa: B018
     with pytest.raises(ValueError, match=r"give a torch\.nn\.Module"):
-        DistModule(3)  # type: ignore[arg-type]
+        rs.DistModule(3)  # type: ignore[arg-type]
     assert wrapped.train() is wrapped
-    assert plain.training
-    assert wrapped.training
+    assert (plain.training, wrapped.training) == (True, True)
     assert wrapped.eval() is wrapped
-    assert not plain.training
-    assert not wrapped.training
-    assert not plain.norm.training
+    assert (plain.training, wrapped.training, plain.norm.training) == (False, False, False)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(wrapped(ids), plain(ids))
     assert torch.equal(wrapped(ids=ids), plain(ids))
@@ -113,7 +99,7 @@ def test_a_module_and_its_wrapper() -> None:
     assert plain.scale.dtype == torch.float64
     assert wrapped.to_empty(device="meta") is wrapped
     assert plain.scale.is_meta
-    assert DistModule(nn.Sequential(nn.Linear(2, 3)))[0].out_features == 3
+    assert rs.DistModule(nn.Sequential(nn.Linear(2, 3)))[0].out_features == 3
 
 
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
@@ -123,7 +109,7 @@ def test_load_state_dict(root: Path) -> None:
     expected = source.state_dict()
     for mesh in meshes():
         for make in (on_meta, Odd, lambda: Odd().double()):
-            model = DistModule(apply_to(make(), mesh))
+            model = rs.DistModule(apply_to(make(), mesh))
             assert isinstance(model.module, FSDPModule)
             assert sum(isinstance(item, FSDPModule) for item in model.modules()) == 4, "each block, and the root"
             dtype = model.embed.weight.dtype
@@ -135,8 +121,8 @@ def test_load_state_dict(root: Path) -> None:
             ids = torch.arange(6).reshape(2, 3)
             with torch.no_grad():
                 assert torch.allclose(model.eval()(ids).cpu().to(torch.float32), source(ids), atol=1e-5)
-    plain = DistModule(on_meta())
-    with using_group(part_of_ranks()):
+    plain = rs.DistModule(on_meta())
+    with rs.using_group(part_of_ranks()):
         plain.load_state_dict(expected if rank == 0 else {})  # not sharded: every rank gets all
     assert all(torch.equal(plain.state_dict()[name].cpu(), value) for name, value in expected.items())
 
@@ -148,21 +134,20 @@ def test_assign(root: Path) -> None:
         name: value.half() if value.is_floating_point() else value for name, value in filled(4).state_dict().items()
     }
     for mesh in meshes():
-        model = DistModule(apply_to(Odd(), mesh))
+        model = rs.DistModule(apply_to(Odd(), mesh))
         before = model.embed.weight
         model.load_state_dict(half if rank == 0 else {}, assign=True)
         assert model.embed.weight is not before
         assert model.embed.weight is model.head.weight
         assert model.embed.weight.requires_grad
         require_equal(model, half)
-        loss = model(torch.tensor([[1, 2]])).sum()
-        loss.backward()
+        model(torch.tensor([[1, 2]])).sum().backward()
         assert model.embed.weight.grad.dtype == torch.float16
         with pytest.raises(PlanError, match=r"from torch.float16 into torch.float32, but it ran already"):
             model.load_state_dict(filled(4).state_dict() if rank == 0 else {}, assign=True)
         model.load_state_dict(filled(4).half().state_dict() if rank == 0 else {}, assign=True)
         require_equal(model, half)
-    model = DistModule(apply_to(Odd()))
+    model = rs.DistModule(apply_to(Odd()))
     before = model.embed.weight
     mixed = filled().state_dict() | {"narrow": torch.zeros(2, 64, dtype=torch.bfloat16)}
     with pytest.raises(PlanError, match="the FSDP group of the root"):
@@ -178,7 +163,7 @@ def test_mismatches() -> None:
     """Every rank raises alike, before data moves, and the module is as it was."""
     rank = dist.get_rank()
     good = filled(5).state_dict()
-    model = DistModule(apply_to(filled(6)))
+    model = rs.DistModule(apply_to(filled(6)))
     before = filled(6).state_dict()
     cases = {
         "missing from the checkpoint: narrow": {k: v for k, v in good.items() if k != "narrow"},
@@ -241,8 +226,8 @@ def test_extra_state(root: Path) -> None:
     for strict in (True, False):
         bare, wrapped = (apply_to(nn.Sequential(*(Scaled() for _ in states))) for _ in range(2))
         for result in (
-            load_full_state_dict(bare, Lazy(state) if rank == 0 else {}, strict=strict),
-            DistModule(wrapped).load_state_dict(load_state_dict(root / "extra.pt"), strict=strict),
+            rs.load_full_state_dict(bare, Lazy(state) if rank == 0 else {}, strict=strict),
+            rs.DistModule(wrapped).load_state_dict(load_state_dict(root / "extra.pt"), strict=strict),
         ):
             assert str(result) == "<All keys matched successfully>"
         for module in (bare, wrapped):
@@ -254,21 +239,21 @@ def test_extra_state(root: Path) -> None:
     del wrong["0._extra_state"]
     before = module[0].linear.weight.detach().clone()
     with pytest.raises(PlanError, match=r"(?s)missing.*0\._extra_state.*unexpected.*1\._extra_state"):
-        load_full_state_dict(module, wrong if rank == 0 else {})
-    result = load_full_state_dict(module, wrong if rank == 0 else {}, strict=False)
+        rs.load_full_state_dict(module, wrong if rank == 0 else {})
+    result = rs.load_full_state_dict(module, wrong if rank == 0 else {}, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["0._extra_state"], ["1._extra_state"])
     assert module[0].state == 5
     with pytest.raises(PlanError, match=r"0\._extra_state is a PosixPath"):
-        load_full_state_dict(module, {"0._extra_state": root} if rank == 0 else {}, strict=False)
+        rs.load_full_state_dict(module, {"0._extra_state": root} if rank == 0 else {}, strict=False)
     assert torch.equal(module[0].linear.weight.to_local(), before.to_local())
     last = dist.get_world_size() - 1
     with pytest.raises((ValueError, RayshardingError), match=f"wrong on rank {last}"):
-        load_full_state_dict(module, {"0._extra_state": f"wrong on rank {last}"} if rank == 0 else {}, strict=False)
+        rs.load_full_state_dict(module, {"0._extra_state": f"wrong on rank {last}"} if rank == 0 else {}, strict=False)
 
 
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_an_item_that_fails() -> None:
-    model = DistModule(apply_to(on_meta()))
+    model = rs.DistModule(apply_to(on_meta()))
     expected = (OSError, "the disk is gone") if dist.get_rank() == 0 else (RayshardingError, "the disk is gone")
     with pytest.raises(expected[0], match=expected[1]):
         model.load_state_dict(Failing(filled().state_dict()) if dist.get_rank() == 0 else {})
@@ -281,9 +266,9 @@ def distribute(
     state_dict: Mapping[str, torch.Tensor], spec: Mapping[str, torch.Tensor], out: dict[str, torch.Tensor]
 ) -> None:
     if dist.get_rank() == 0:
-        broadcast_and_shard_state_dict(state_dict, spec, out)
+        rs.broadcast_and_shard_state_dict(state_dict, spec, out)
     else:
-        shard_broadcasted_state_dict(spec, out)
+        rs.shard_broadcasted_state_dict(spec, out)
 
 
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
@@ -293,16 +278,16 @@ def test_halves() -> None:
     source = filled(7)
     for mesh in meshes():
         model = on_meta()
-        apply_fsdp2(model, mesh)
+        rs.apply_fsdp2(model, mesh)
         spec = model.state_dict()
         sharded: dict[str, torch.Tensor] = {"old": torch.zeros(1)}
         distribute(Lazy(saved(source)), spec, sharded)  # without second names of ties
         if rank == 0:
             with pytest.raises(ValueError, match="call broadcast_and_shard_state_dict"):
-                shard_broadcasted_state_dict(spec, sharded)
+                rs.shard_broadcasted_state_dict(spec, sharded)
         else:
             with pytest.raises(ValueError, match="call shard_broadcasted_state_dict"):
-                broadcast_and_shard_state_dict({}, spec, sharded)
+                rs.broadcast_and_shard_state_dict({}, spec, sharded)
         assert set(sharded) == {"old", *spec}
         del sharded["old"]
         for name, value in sharded.items():
@@ -351,7 +336,7 @@ def test_files(root: Path) -> None:
         with pytest.raises(ValueError, match="device_map='nowhere'"):
             load_state_dict(files[0], "nowhere")
     expected = filled(8).state_dict()
-    model = DistModule(apply_to(on_meta()))
+    model = rs.DistModule(apply_to(on_meta()))
     first = model.load_state_dict(load_state_dict(files[0]), strict=False)
     assert set(first.missing_keys) == set(names[1::2])
     assert all(tensor.is_meta for name, tensor in model.named_parameters() if name in names[1::2])
@@ -364,7 +349,7 @@ def test_a_lazy_item_loads_twice() -> None:
     """For the plan, and to be sent; on rank 0 alone."""
     model = apply_to(on_meta())
     lazy = Lazy(saved(filled(9)))
-    load_full_state_dict(model, lazy if dist.get_rank() == 0 else {})
+    rs.load_full_state_dict(model, lazy if dist.get_rank() == 0 else {})
     assert lazy.num_loads == (2 * len(lazy) if dist.get_rank() == 0 else 0)
     require_equal(model, filled(9).state_dict())
 
@@ -375,7 +360,7 @@ def is_last() -> bool:
 
 @on_ranks(3, full=(1, 2, 4))
 def test_assign_that_differs() -> None:
-    model = DistModule(ours())
+    model = rs.DistModule(ours())
     if dist.get_world_size() > 1:
         with pytest.raises(PlanError, match="assign is True on some ranks"):
             model.load_state_dict(filled(1).state_dict() if dist.get_rank() == 0 else {}, assign=is_last())
@@ -389,7 +374,7 @@ def test_assign_that_differs() -> None:
 def test_hooks_see_values() -> None:
     """A hook after `load_state_dict` runs once there are values, and not before."""
     for empty in (False, True):
-        model = DistModule(ours().to_empty(device="meta") if empty else ours())
+        model = rs.DistModule(ours().to_empty(device="meta") if empty else ours())
         model.module.positions = torch.zeros(2, 5, dtype=torch.int64)
         seen: list[torch.Tensor] = []
 
@@ -412,9 +397,9 @@ def test_apply_that_changes_a_shape() -> None:
             module.weight = nn.Parameter(torch.zeros(65, 64))
 
     with pytest.raises(RuntimeError if is_last() else RayshardingError, match="keeps its shape"):
-        apply(model, grow)
+        rs.apply(model, grow)
     assert model.blocks[0].weight.shape == (64, 64)
-    apply(model, lambda module: None)
+    rs.apply(model, lambda module: None)
 
 
 @on_ranks(3, full=(1, 2, 4))

@@ -1,32 +1,42 @@
-"""`clip_grad_norm_`, `no_sync` and the averaging of replicated gradients, against FSDP1 and one process."""
+"""Clipping, no_sync, the averaging of replicated gradients, frozen parameters: as FSDP1, one process, a new module."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from raysharding.batch import RankBatch, Split, deal
 from raysharding.distributed import clip_grad_norm_, no_sync, reduce_replicated_gradients, using_group
 from raysharding.distributed.fully_shard.internals import drop_unreduced_gradients, fsdp_groups, syncs_gradients
+from raysharding.distributed.optim.factories import make_optimizer
+from raysharding.distributed.training.step import train_step
+from raysharding.errors import PlanError
 from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
     assert_same,
     build,
     fsdp1,
     fsdp1_gradients,
+    full,
     gradients,
     mine,
     rows,
     sharded,
 )
+from tests.models.architectures import ARCHITECTURES
 from tests.spawn import RanksFailedError, part_of_ranks, run_ranks
 
 NUM_ROWS = 72
@@ -39,9 +49,10 @@ NUM_ROWS = 72
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_clipping_as_fsdp1(replicate_size: int) -> None:
     batch = mine(rows(NUM_ROWS))
+    module, oracle = sharded(build(), replicate_size=replicate_size), fsdp1(build())
     for norm_type, share in itertools.product((1, 2.0, math.inf), (0.3, 0.0, 10.0)):
-        module, oracle = sharded(build(), replicate_size=replicate_size), fsdp1(build())
         for each in (module, oracle):
+            each.zero_grad()
             each(batch).square().sum().backward()
         expected = oracle.clip_grad_norm_(math.inf, norm_type)
         bound = share * float(expected)
@@ -54,10 +65,11 @@ def test_clipping_as_fsdp1(replicate_size: int) -> None:
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_norms_equal_one_process(replicate_size: int) -> None:
     batch = rows(NUM_ROWS)
+    module, twin = sharded(build(), replicate_size=replicate_size), build()
     for norm_type in (0.5, 1.0, 2.0, 3.0, math.inf):
-        module, twin = sharded(build(), replicate_size=replicate_size), build()
-        module(mine(batch)).square().mean().backward()
-        twin(batch).square().mean().backward()
+        for each, part in ((module, mine(batch)), (twin, batch)):
+            each.zero_grad()
+            each(part).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
         measured = clip_grad_norm_(module, math.inf, norm_type)
         assert measured.dtype == torch.float32
@@ -300,9 +312,8 @@ class Opaque(Sometimes):
 @on_ranks(3, full=(1, 2, 4), sim=(2,))
 def test_outputs_without_tensors_warn() -> None:
     module = sharded(build(Opaque), wrap="none")
-    with pytest.warns(
-        UserWarning, match=r"output, a Sealed: call raysharding\.distributed\.reduce_replicated_gradients\("
-    ):
+    said = r"output, a Sealed: call raysharding\.distributed\.reduce_replicated_gradients\("
+    with pytest.warns(UserWarning, match=said):
         module(rows(2))
     module(rows(2))
 
@@ -321,14 +332,12 @@ class Scalars(nn.Module):
 def test_missing_gradients_count_as_zeros() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = sharded(Scalars(), wrap="none")
-    scale, wide, idle = (module.get_parameter(name) for name in ("scale", "wide", "idle"))
+    scale, wide, idle = module.scale, module.wide, module.idle
     if rank == 1:  # the others have no gradient: they count as zeros
         scale.grad = torch.tensor(6.0)
     wide.grad = torch.tensor(float(rank), dtype=torch.float64)
     reduce_replicated_gradients(module)
-    assert scale.grad is not None
     assert scale.grad.item() == pytest.approx(6.0 / world_size)
-    assert wide.grad is not None
     assert wide.grad.dtype == torch.float64
     assert wide.grad.item() == pytest.approx((world_size - 1) / 2)
     assert idle.grad is None, "a parameter without a gradient anywhere must stay without: weight decay would move it"
@@ -357,3 +366,157 @@ def test_torch_itself_fails_on_an_empty_shard() -> None:
     """Why the function exists: rank 1 raises in torch's, rank 0 would wait for it. Ours, before it, went well."""
     with pytest.raises(RanksFailedError, match=r"(?s)rank 1 raised:.*in torch_clips_by_the_largest\n    nn\.utils"):
         run_ranks(2, torch_clips_by_the_largest, timeout_s=40)
+
+
+FROZEN_ROWS = 12
+SGD = partial(torch.optim.SGD, lr=0.2)
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6, dtype=dtype)
+        self.low = nn.Linear(6, 2, bias=False)
+        self.high = nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.high(self.low(x)))
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(Adapted(dtype), Adapted(dtype), nn.Linear(6, 3))
+
+
+def distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.float() - target).square().mean(dim=1).mean()
+
+
+def vectors() -> dict[str, torch.Tensor]:
+    return {"input": rows(FROZEN_ROWS, 6), "target": rows(FROZEN_ROWS, 3, seed=2)}
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 31, (FROZEN_ROWS, 5), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids}
+
+
+def batch_of(data: Mapping[str, torch.Tensor]) -> RankBatch:
+    return deal((), {key: Split(value) for key, value in data.items()}, dist.get_world_size())[dist.get_rank()]
+
+
+def train_only(module: nn.Module, pattern: str) -> Any:
+    """Freeze all parameters but those whose names match."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(re.search(pattern, name) is not None)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(parameter).detach().clone() for name, parameter in module.named_parameters()}
+
+
+Model = tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]], Callable[..., torch.Tensor] | None]
+ADAPTED: Model = (adapted, vectors, distance)
+LLAMA: Model = (ARCHITECTURES["llama-tied"].make, tokens, None)
+SCHEDULES: list[tuple[Model, list[str]]] = [
+    (ADAPTED, ["^2", "", "low|high", "^2", ""]),
+    (ADAPTED, ["low|high", "base", "^0"]),
+    (LLAMA, ["norm", "", "embed_tokens"]),
+]
+
+
+def equals_fresh_ones(model: Model, patterns: list[str], dtype: torch.dtype, num_parts: int, **fields: Any) -> None:
+    """Each step equals that of a module which is sharded with the same weights and the same frozen parameters."""
+    make, data, loss = model
+    batch = batch_of({key: value.to(dtype) if value.is_floating_point() else value for key, value in data().items()})
+    step = partial(train_step, batch=batch, loss=loss, max_grad_norm=0.7, gradient_accumulation_steps=num_parts)
+    module = sharded(train_only(build(make).to(dtype), patterns[0]), **fields)
+    optimizer, found = SGD(module.parameters()), weights(module)
+    for pattern in patterns:
+        # After an evaluation, full parameters are registered in place of the root's shards.
+        train_only(module, pattern)
+        fresh = build(make).to(dtype)
+        fresh.load_state_dict(found, strict=False)
+        fresh = sharded(train_only(fresh, pattern), **fields)
+        metrics, expected = step(module, optimizer), step(fresh, SGD(fresh.parameters()))
+        assert metrics == expected, (pattern, metrics, expected)
+        found = weights(module)
+        for name, value in weights(fresh).items():
+            assert torch.equal(found[name], value), (pattern, name)
+        trained = [[name for name, one in each.named_parameters() if one.grad is not None] for each in (module, fresh)]
+        assert trained[0] == trained[1], pattern
+        with torch.no_grad():
+            module(**{key: value for key, value in batch.kwargs.items() if key != "target"})
+
+
+@on_ranks(3, full=(2, 4))
+def test_others_in_another_dtype() -> None:
+    """Adapters in fp32 on a base in bf16: either may be trained, but one FSDP group has one dtype of gradients."""
+    fields: dict[str, Any] = {"wrap": ["Adapted"], "mixed_precision": "bf16"}
+    make = partial(adapted, torch.bfloat16)
+    module, batch = sharded(train_only(build(make), "low|high"), **fields), batch_of(vectors())
+    optimizer = SGD(module.parameters())
+    train_step(module, optimizer, batch, loss=distance)
+    before = weights(module)
+    train_only(module, "low|high|base")
+    with torch.no_grad():
+        module(batch.kwargs["input"])
+    with pytest.raises(PlanError, match=r"(?s)freeze those of one dtype.*is torch\.bfloat16.*is torch\.float32"):
+        train_step(module, optimizer, batch, loss=distance)
+    train_only(module, "base")
+    fresh = build(make)
+    fresh.load_state_dict(before)
+    fresh = sharded(train_only(fresh, "base"), **fields)
+    for each in (module, fresh):
+        train_step(each, SGD(each.parameters()), batch, loss=distance)
+    found, expected = weights(module), weights(fresh)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(found["0.base.weight"], before["0.base.weight"])
+
+
+@on_ranks(3, full=(2, 4))
+def test_requires_grad_set_while_full_parameters_are_registered() -> None:
+    """By names, on the full parameters, or by the shards that a list holds: the later one counts."""
+    module, batch = sharded(build(adapted), wrap="none"), mine(rows(FROZEN_ROWS, 6))
+    shards = list(module.parameters())
+    for of_shards, is_trained in ((False, False), (True, True), (True, False), (False, True), (False, True)):
+        with torch.no_grad():
+            module(batch)
+        for parameter in shards if of_shards else module.parameters():
+            parameter.requires_grad_(is_trained)
+        assert module(batch).requires_grad == is_trained
+        module.reshard()
+        assert all(parameter.requires_grad == is_trained for parameter in shards), (of_shards, is_trained)
+
+
+@on_ranks(3, full=(2, 4))
+def test_freezing_and_thawing(replicate_size: int) -> None:
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    fields: dict[str, Any] = {"replicate_size": replicate_size}
+    for model, patterns in SCHEDULES:
+        fields |= {"wrap": "auto" if model is LLAMA else ["Adapted"], "mixed_precision": "bf16"}
+        equals_fresh_ones(model, patterns, torch.float32, 1, **fields)
+    reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for precision, dtype in ((low, torch.float32), (reduced, torch.bfloat16)):
+        fields |= {"wrap": ["Adapted"], "mixed_precision": precision}
+        equals_fresh_ones(ADAPTED, ["^2", ""], dtype, 2, **fields)
+
+
+def test_an_optimizer_without_the_thawed_parameters() -> None:
+    def made(trained: str) -> tuple[Any, torch.optim.Optimizer]:
+        module = train_only(build(adapted), trained)
+        return module, make_optimizer(module, SGD)
+
+    module, optimizer = made("low|high")
+    train_only(module, "")
+    with pytest.warns(UserWarning, match=r"6 parameters that were frozen .*\(0\.base\.weight, .*add_param_group"):
+        optimizer.step()
+    module, optimizer = made("base")
+    optimizer.step()
+    train_only(module, "base|^2")
+    optimizer.add_param_group({"params": module[2].parameters()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

@@ -13,19 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+from raysharding import distributed as rs
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Sharding
-from raysharding.distributed import (
-    clip_grad_norm_,
-    fsdp_modules,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-)
+from raysharding.distributed import init_mesh, shard_module
 from raysharding.distributed.comm import all_gather_json, rank_name
 from raysharding.errors import PlanError
 from raysharding.models import build_module
@@ -45,14 +40,18 @@ from tests.distributed.models import Odd
 from tests.spawn import device_type
 
 IGNORED = [r"blocks\.1", "head"]
-INSIDE = {f"blocks.1.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")} | {
-    "head.weight",
-    "head.bias",
-}
+INSIDE = {f"blocks.1.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")}
+INSIDE |= {"head.weight", "head.bias"}
 
 
 def parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(item) for name, item in module.named_parameters()}
+
+
+def require_same(module: nn.Module, expected: nn.Module) -> None:
+    """Parameters and buffers, bit for bit."""
+    found, wanted = (parameters(each) | dict(each.named_buffers()) for each in (module, expected))
+    assert_same(found, wanted, rtol=0, atol=0)
 
 
 def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -69,23 +68,20 @@ def test_ignored_stay_whole(replicate_size: int) -> None:
     twin = build()
     batch = rows(24)
     twin(batch).square().mean().backward()
-    ways: list[Any] = [IGNORED, "|".join(IGNORED), lambda inner: isinstance(inner, nn.Linear) and len(inner.bias) == 3]
-    for way in ways:
+    of_three = {"head.weight", "head.bias", "unused.weight", "unused.bias"}
+    ways: list[tuple[Any, set[str]]] = [(IGNORED, INSIDE), ("|".join(IGNORED), INSIDE)]
+    ways.append((lambda inner: isinstance(inner, nn.Linear) and len(inner.bias) == 3, of_three))
+    for way, inside in ways:
         module = sharded(twin, ignored_modules=way, replicate_size=replicate_size)
         plain = {name for name, item in module.named_parameters() if not isinstance(item, DTensor)}
-        assert (
-            plain
-            == ({"scale", "head.weight", "head.bias", "unused.weight", "unused.bias"}, INSIDE | {"scale"})[
-                isinstance(way, str | list)
-            ]
-        )
+        assert plain == inside | {"scale"}
         module(mine(batch)).square().mean().backward()
         assert_same(gradients(module), gradients(twin))
         for name in sorted(plain):
             grad = module.get_parameter(name).grad
             assert grad is None or all(torch.equal(grad, other) for other in everywhere(grad)), name
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 1e9)
-        assert torch.allclose(clip_grad_norm_(module, None), norm, rtol=1e-5)
+        assert torch.allclose(rs.clip_grad_norm_(module, None), norm, rtol=1e-5)
     alone = sharded(twin, ignored_modules=IGNORED, average_ignored_gradients=False)
     alone(mine(batch)).square().mean().backward()
     assert len({float(value) for value in everywhere(alone.scale.grad)}) == 1, "ignored by nobody: averaged"
@@ -106,9 +102,6 @@ class Experts(nn.Module):
 
 @on_ranks(2, full=(4,))
 def test_fsdp1_ignores_the_same() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     copy = build()
     copy.scale = nn.Parameter(torch.tensor([1.5]))  # FSDP1 takes no 0-dim parameters
     options: Any = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
@@ -148,14 +141,10 @@ def test_stages_on_meshes_of_their_own() -> None:
 @on_ranks(2, full=(4,))
 def test_ignored_of_each_rank(root: Path) -> None:
     """As torch's own tests of FSDP1 have it: the rest is sharded as ever, and nobody touches the experts' gradients."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     rank, batch = dist.get_rank(), mine(rows(24))
-    plain = build(lambda: Experts(rank))
-    theirs = build(lambda: Experts(rank))
-    oracle = FullyShardedDataParallel(
-        theirs, device_id=torch.device("cpu"), ignored_modules=[theirs.experts], use_orig_params=True
-    )
+    plain, theirs = (build(lambda: Experts(rank)) for _ in range(2))
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    oracle = FullyShardedDataParallel(theirs, ignored_modules=[theirs.experts], **options)
     fields: dict[str, Any] = {"wrap": ["Block"], "ignored_modules": "experts"}
     ours = sharded(plain, average_ignored_gradients=False, **fields)
     for each in (oracle, ours):
@@ -168,9 +157,9 @@ def test_ignored_of_each_rank(root: Path) -> None:
         assert_same(gradients(ours.block), expected)
         squares = sum(float(grad.square().sum()) for grad in expected.values())
     squares += sum(all_gather_json(sum(float(item.grad.square().sum()) for item in expert.parameters())))
-    assert float(clip_grad_norm_(ours, None)) == pytest.approx(squares**0.5), "each expert counts once"
+    assert float(rs.clip_grad_norm_(ours, None)) == pytest.approx(squares**0.5), "each expert counts once"
     with pytest.warns(UserWarning, match="2 parameters are each rank's own .*: rank 0's are saved"):
-        save_checkpoint(ours, root / "experts")
+        rs.save_checkpoint(ours, root / "experts")
     with pytest.raises(PlanError, match="average_ignored_gradients=False") as caught:
         sharded(plain, **fields)(batch)
     told = "experts.number0.weight: on ranks [{}] whole, trained, torch.float32, of shape [3, 4]; on ranks [{}"
@@ -182,10 +171,10 @@ def test_ignored_of_each_rank(root: Path) -> None:
 def test_ranks_that_ignore_others_all_raise() -> None:
     last, batch = dist.get_world_size() - 1, mine(rows(24))
     module = sharded(build(), ignored_modules="head" if dist.get_rank() == last else r"blocks\.1")
+    others, differ = ", ".join(map(rank_name, range(last))), "the ranks ignore or shard different modules"
     for _ in range(2):
-        with pytest.raises(PlanError, match="the ranks ignore or shard different modules") as caught:
+        with pytest.raises(PlanError, match=differ) as caught:
             module(batch)
-        others = ", ".join(map(rank_name, range(last)))
         names = [problem.partition(":")[0] for problem in caught.value.problems]
         assert names == sorted(INSIDE, key=list(dict(build().named_parameters())).index)
         what = "trained, torch.float32, of shape [3, 6]"
@@ -201,9 +190,8 @@ def test_ranks_that_ignore_others_all_raise() -> None:
         if dist.get_rank() == last:
             prepare(net)
         module = sharded(net, wrap=wrap if dist.get_rank() == last else ["Block"])
-        with pytest.raises(PlanError, match="the ranks ignore or shard different modules") as caught:
+        with pytest.raises(PlanError, match=differ) as caught:
             module(batch)
-        others = ", ".join(map(rank_name, range(last)))
         (line,) = [one for one in caught.value.problems if one.startswith(f"blocks.0.up.weight: on ranks [{others}]")]
         assert re.search(rf"{theirs}.*; on ranks \[{re.escape(rank_name(last))}\] .*{own}", line), line
     module = sharded(build(), ignored_modules="head", replicate_size=dist.get_world_size())
@@ -222,7 +210,7 @@ def test_ignored_modules_load(root: Path) -> None:
     dist.barrier()
     module: Any = build_module(Net, open_checkpoint(path), None)
     shard_module(module, init_mesh(device_type()), sharding)
-    load_checkpoint(module, path)
+    rs.load_checkpoint(module, path)
     assert_same(parameters(module), parameters(build(seed=7)), rtol=0, atol=0)
 
 
@@ -230,37 +218,28 @@ def test_ignored_modules_load(root: Path) -> None:
 def test_bad_ignored_modules() -> None:
     stranger = nn.Linear(1, 1)
     net = build()
-    cases: list[tuple[Any, str]] = [
-        ("block", "'block' matches no module's whole name"),
-        ([stranger], "the given Linear is not part of this Net"),
-        ([net], "includes the root"),
-    ]
-    for value, message in cases:
+    cases: list[tuple[Any, str]] = [("block", "'block' matches no module's whole name"), ([net], "includes the root")]
+    for value, message in (*cases, ([stranger], "the given Linear is not part of this Net")):
         with pytest.raises(PlanError, match=message):
             shard_module(net, init_mesh(device_type()), Sharding(ignored_modules=value))
-
-
-class Normed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
 @on_ranks(2)
 def test_what_is_sharded_already_is_refused() -> None:
     mesh = init_mesh(device_type())
     cases: tuple[tuple[Callable[[], Any], Callable[[Any], nn.Module], Sharding, list[str]], ...] = (
-        (Normed, lambda module: module, Sharding(wrap="none"), ["the root"]),
-        (Normed, lambda module: module[1], Sharding(wrap="none", mixed_precision="bf16"), ["1"]),
+        (small, lambda module: module, Sharding(wrap="none"), ["the root"]),
+        (small, lambda module: module[1], Sharding(wrap="none", mixed_precision="bf16"), ["1"]),
         (Net, lambda module: module.blocks[1], Sharding(), ["blocks.1"]),
     )
     for make, choose, sharding, names in cases:
         module = build(make)
         fully_shard(choose(module), mesh=mesh)
-        groups = fsdp_modules(module)
+        groups = rs.fsdp_modules(module)
         with pytest.raises(PlanError, match=r"sharded already.*leave that call out") as caught:
             shard_module(module, mesh, sharding)
         assert caught.value.problems == tuple(names)
-        assert fsdp_modules(module) == groups, "as it was"
+        assert rs.fsdp_modules(module) == groups, "as it was"
     net = build()
     fully_shard(net.blocks[1], mesh=mesh)
     shard_module(net, mesh, Sharding(wrap="none"))  # one inside a group is left as it is
@@ -302,12 +281,9 @@ def test_one_group_at_a_time(replicate_size: int) -> None:
             items = {item for item in root.parameters() if not isinstance(item, DTensor) and not item.is_meta}
             alive.append(sum(item.numel() for item in items if item.ndim))
 
-        sharding = Sharding(
-            wrap=["Block"] if make is Net else "auto", param_init_fn=rule, replicate_size=replicate_size
-        )
+        sharding = Sharding(wrap=wrap_of(make), param_init_fn=rule, replicate_size=replicate_size)
         module: Any = shard_module(meta, init_mesh(device_type(), sharding), sharding)
-        assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
-        assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+        require_same(module, expected)
         assert len(called) == len(set(called)), "each module once with memory"
         if make is Net:
             total = sum(item.numel() for item in expected.parameters())
@@ -316,6 +292,10 @@ def test_one_group_at_a_time(replicate_size: int) -> None:
         else:
             assert module.head.weight is module.embed.weight
             assert module.twin is module.table
+
+
+def wrap_of(make: Callable[[], nn.Module]) -> Any:
+    return ["Block"] if make is Net else "auto"
 
 
 def small() -> nn.Module:
@@ -368,9 +348,6 @@ def fills_once(inner: Any) -> None:
 
 @on_ranks(1, 2, full=(4,))
 def test_init_fn_is_called_as_by_fsdp1() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     seen: list[tuple[str, bool]] = []
 
     def rule(inner: nn.Module) -> None:
@@ -379,13 +356,8 @@ def test_init_fn_is_called_as_by_fsdp1() -> None:
         materializes(inner)
 
     torch.manual_seed(3)
-    oracle = FullyShardedDataParallel(
-        on_meta(small),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        param_init_fn=rule,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+    options: Any = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": torch.device("cpu")}
+    oracle = FullyShardedDataParallel(on_meta(small), param_init_fn=rule, use_orig_params=True, **options)
     theirs, seen = seen, []
     torch.manual_seed(3)
     module = sharded(on_meta(small), wrap=["Linear"], param_init_fn=rule)
@@ -423,8 +395,6 @@ def works_on_containers(inner: Any) -> None:
 
 @on_ranks(1, 2, full=(4,))
 def test_init_fn_may_reach_into_children() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     for rule in (reaches_down, works_on_containers):
         torch.manual_seed(3)
         oracle = FullyShardedDataParallel(on_meta(Scaled), param_init_fn=rule, device_id=torch.device("cpu"))
@@ -446,8 +416,7 @@ def test_init_fn_may_only_fill_values() -> None:
             rule(inner)
         torch.manual_seed(3)
         module = sharded(on_meta(small), wrap=["Linear"], param_init_fn=rule)
-        assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
-        assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+        require_same(module, expected)
 
 
 def only_fills_parameters(inner: nn.Module) -> None:
@@ -482,8 +451,7 @@ def test_init_fn_on_all_ranks_but_the_first() -> None:
     is_first = dist.get_rank() == 0
     own = expected if is_first else on_meta(small)
     module = sharded(own, param_init_fn=None if is_first else only_allocates, sync_module_states=True, wrap="none")
-    assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
-    assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+    require_same(module, expected)
 
 
 @on_ranks(1, 2, full=(4,))
@@ -532,12 +500,10 @@ def test_rank_0_decides(replicate_size: int) -> None:
                 each.norm.running_mean.fill_(seed)
                 each.mask.fill_(seed % 2 == 0)
         fields: dict[str, Any] = {"sync_module_states": True, "replicate_size": replicate_size}
-        wrap = ["Block"] if make is Net else "auto"
-        module = sharded(own, wrap=wrap, **fields)
-        assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
-        assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+        module = sharded(own, wrap=wrap_of(make), **fields)
+        require_same(module, expected)
         # Only rank 0 has values, as accelerate's cpu_ram_efficient_loading leaves it.
-        module = sharded(expected if rank == 0 else on_meta(make), wrap=wrap, **fields)
+        module = sharded(expected if rank == 0 else on_meta(make), wrap=wrap_of(make), **fields)
         assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
 
 

@@ -13,17 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
+from raysharding import distributed as rs
 from raysharding.batch import Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import (
-    gather_state_dict,
-    init_mesh,
-    load_checkpoint,
-    save_checkpoint,
-    shard_module,
-    train_step,
-)
+from raysharding.distributed import init_mesh, shard_module, train_step
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.errors import CheckpointError, PlanError
@@ -45,7 +39,7 @@ def sharded(path: str | Path, sharding: Sharding | None = None, dtype: torch.dty
 
 def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Everything, on rank 0."""
-    return {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
+    return {name: tensor for part in rs.gather_state_dict(module) for name, tensor in part.items()}
 
 
 def raised_everywhere(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
@@ -65,7 +59,7 @@ def check_odd_shapes(root: Path) -> None:
     reports = []
     for loading in (SOCKETS, Loading("broadcast", 64 << 10), Loading("scatter", 64 << 10), Loading()):
         module = sharded(path)
-        reports.append(load_checkpoint(module, path, loading=loading))
+        reports.append(rs.load_checkpoint(module, path, loading=loading))
         assert module.head.weight is module.embed.weight
         assert module.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
         state = full_state(module)
@@ -93,7 +87,7 @@ def token_loss(logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -
 def check_training(root: Path) -> None:
     """Ten steps of a plain module with a callable loss give the loss curve of one process."""
     module, reference = sharded(root / ODD), filled()
-    load_checkpoint(module, root / ODD)
+    rs.load_checkpoint(module, root / ODD)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     oracle = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     ids, targets = torch.arange(20).view(5, 4), torch.arange(5, 25).view(5, 4)
@@ -127,7 +121,7 @@ def check_dtypes(root: Path) -> None:
     for file_dtype, target, loading in product(FILE_DTYPES, targets, DTYPE_LOADS):
         path = root / f"{file_dtype}.safetensors"
         module = sharded(path, dtype=target)
-        report = load_checkpoint(module, path, loading=loading)
+        report = rs.load_checkpoint(module, path, loading=loading)
         narrower = min(file_dtype.itemsize, target.itemsize)
         floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
         if dist.get_rank() == 0:
@@ -135,7 +129,7 @@ def check_dtypes(root: Path) -> None:
             share = (dist.get_world_size() - 1) / dist.get_world_size()
             assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
         saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
-        save_checkpoint(module, saved, overwrite=True)
+        rs.save_checkpoint(module, saved, overwrite=True)
         state = full_state(module)
         for name, tensor in load_file(saved / "model.safetensors").items() if dist.get_rank() == 0 else ():
             assert torch.equal(state[name], tensor), name
@@ -149,12 +143,12 @@ def check_plan_errors(root: Path) -> None:
     """All mismatches in one error, on every rank; a missing file too."""
     path = root / "bad.safetensors"
     for loading in (Loading("scatter"), Loading("broadcast")):
-        errors = raised_everywhere(load_checkpoint, sharded(path), path, loading=loading)
+        errors = raised_everywhere(rs.load_checkpoint, sharded(path), path, loading=loading)
         for error in errors:
             assert error.startswith("PlanError")
             for name in ("blocks.0.weight", "narrow", "extra", "table"):
                 assert name in error, error
-    missing = raised_everywhere(load_checkpoint, sharded(path), root / "nowhere.safetensors")
+    missing = raised_everywhere(rs.load_checkpoint, sharded(path), root / "nowhere.safetensors")
     assert all(error.startswith("CheckpointError") and "nowhere" in error for error in missing), missing
 
 
@@ -163,7 +157,7 @@ def check_a_model_that_differs(root: Path) -> None:
     path = root / ODD
     module = build_module(Odd, open_checkpoint(path), torch.float32 if dist.get_rank() == 0 else torch.bfloat16)
     shard_module(module, init_mesh(device_type()))
-    errors = raised_everywhere(load_checkpoint, module, path)
+    errors = raised_everywhere(rs.load_checkpoint, module, path)
     assert all("ranks 1, 2 built another model" in error for error in errors), errors
 
 
@@ -171,19 +165,19 @@ def check_options_that_differ(root: Path) -> None:
     """So are ranks that were given different options."""
     rank = dist.get_rank()
     for loading in (Loading("scatter" if rank else "broadcast"), Loading(strict=False, seed=rank)):
-        errors = raised_everywhere(load_checkpoint, sharded(root / ODD), root / ODD, loading=loading)
+        errors = raised_everywhere(rs.load_checkpoint, sharded(root / ODD), root / ODD, loading=loading)
         assert all("were given other options" in error for error in errors), errors
 
 
 def check_a_reload(root: Path) -> None:
     """A module that has run a forward, whose root holds its full parameters, is loaded again."""
     module = sharded(root / ODD)
-    load_checkpoint(module, root / ODD)
+    rs.load_checkpoint(module, root / ODD)
     ids = torch.arange(8).view(2, 4)
     with torch.no_grad():
         before = module.eval()(ids)
         for parameter in module.parameters():
             local_tensor(parameter).zero_()
-    load_checkpoint(module, root / ODD)
+    rs.load_checkpoint(module, root / ODD)
     with torch.no_grad():
         assert torch.equal(module(ids), before)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
-from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+from raysharding.distributed import LoadReport, init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.loading.load import load_from
 from raysharding.distributed.loading.plan import silent
@@ -67,16 +67,15 @@ def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
     dist.all_reduce(torch.ones(1))
     with MemorySampler() as memory:
         report = load_checkpoint(module, opened, loading=loading)
-    shard = report.shard_bytes[dist.get_rank()]
-    extra = memory.extra_bytes - shard
-    figures = {
-        "extra": extra,
-        "wire": report.wire_bytes,
-        "shared": report.shared_bytes,
-        "read": report.read_bytes,
-        "ring": report.ring_bytes,
-    }
-    return all_gather_json(figures | {"reported": report.peak_extra_bytes[dist.get_rank()]})
+    reported = {"reported": report.peak_extra_bytes[dist.get_rank()], "read": report.read_bytes}
+    return all_gather_json(figures_of(memory, report) | reported)
+
+
+def figures_of(memory: MemorySampler, report: LoadReport) -> dict[str, Any]:
+    """What a load cost this rank, its shard left out."""
+    extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
+    sent = {"wire": report.wire_bytes, "shared": report.shared_bytes}
+    return {"extra": extra, **sent, "ring": report.ring_bytes}
 
 
 @pytest.mark.timeout(90)
@@ -126,14 +125,11 @@ def measure_state_dict() -> list[dict[str, Any]]:
     with MemorySampler() as memory:
         state_dict = Rank0StateDict(Generated() if dist.get_rank() == 0 else {})
         report = load_from(module, state_dict, Loading("scatter"), silent, 60.0)
-    extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
-    parameter = module.get_parameter("last.weight")
+    figures, parameter = figures_of(memory, report), module.get_parameter("last.weight")
     assert isinstance(parameter, DTensor)
     last = parameter.full_tensor()
     assert last[0, 0] == last[-1, -1] == list(Generated()).index("last.weight")
-    return all_gather_json(
-        {"extra": extra, "wire": report.wire_bytes, "shared": report.shared_bytes, "ring": report.ring_bytes}
-    )
+    return all_gather_json(figures)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import load_checkpoint, save_checkpoint
-from tests.distributed.checks import run_checks
+from tests.distributed.checks import checks_of, run_checks
 from tests.distributed.loading import load_checks, verify_checks
 from tests.distributed.models import filled, saved
 from tests.distributed.saving import save_checks
@@ -24,63 +25,31 @@ from tests.grid import needs_sim
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
+LOADS, VERIFIES = checks_of("loading.load_checks"), checks_of("loading.verify_checks")
+READS, STALLS, SAVES = (checks_of(f"{name}_checks") for name in ("transfer.reader", "transfer.stall", "saving.save"))
 CHECKS = {
     1: (
-        "loading.load_checks.check_odd_shapes",
-        "loading.load_checks.check_dtypes",
-        "loading.verify_checks.check_mapping",
-        "loading.verify_checks.check_digests",
-        "loading.load_checks.check_training",
-        "transfer.stall_checks.check_threads_end_after_a_stall",
+        *LOADS("odd_shapes dtypes"),
+        *VERIFIES("mapping digests"),
+        *LOADS("training"),
+        *STALLS("threads_end_after_a_stall"),
     ),
     3: (
-        "loading.load_checks.check_odd_shapes",
-        "loading.load_checks.check_plan_errors",
-        "loading.load_checks.check_a_model_that_differs",
-        "loading.load_checks.check_options_that_differ",
-        "loading.load_checks.check_a_reload",
-        "loading.verify_checks.check_mapping",
-        "loading.verify_checks.check_checksums",
-        "loading.verify_checks.check_finite_values",
-        "loading.verify_checks.check_a_failed_read_is_told_as_such",
-        "transfer.stall_checks.check_a_slow_disk",
-        "transfer.stall_checks.check_no_memory_for_a_ring",
-        "transfer.reader_checks.check_broken_stream",
-        "transfer.reader_checks.check_a_rank_that_cannot_map",
-        "transfer.reader_checks.check_readers",
-        "saving.save_checks.check_saves",
-        "saving.save_checks.check_small_files",
-        "saving.save_checks.check_a_save_that_fails_late",
-        "saving.save_checks.check_full_disk",
-        "saving.save_checks.check_a_save_in_the_background",
-        "saving.save_checks.check_no_memory_for_a_copy",
-        "loading.load_checks.check_training",
+        *LOADS("odd_shapes plan_errors a_model_that_differs options_that_differ a_reload"),
+        *VERIFIES("mapping checksums finite_values a_failed_read_is_told_as_such"),
+        *STALLS("a_slow_disk no_memory_for_a_ring"),
+        *READS("broken_stream a_rank_that_cannot_map readers"),
+        *SAVES("saves small_files a_save_that_fails_late full_disk a_save_in_the_background no_memory_for_a_copy"),
+        *LOADS("training"),
     ),
-    4: (
-        "transfer.reader_checks.check_replicas",
-        "loading.verify_checks.check_mapping",
-        "loading.verify_checks.check_digests",
-        "loading.load_checks.check_dtypes",
-        "loading.load_checks.check_training",
-    ),
+    4: (*READS("replicas"), *VERIFIES("mapping digests"), *LOADS("dtypes training")),
 }
 ON_SIM = {
     "alone": (
-        "loading.load_checks.check_odd_shapes",
-        "loading.load_checks.check_dtypes",
-        "loading.verify_checks.check_digests",
-        "transfer.reader_checks.check_broken_stream",
-        "saving.save_checks.check_saves",
-        "saving.save_checks.check_small_files",
-        "saving.save_checks.check_a_save_in_the_background",
-        "loading.load_checks.check_training",
-        "loading.load_checks.check_a_reload",
+        *(*LOADS("odd_shapes dtypes"), *VERIFIES("digests"), *READS("broken_stream")),
+        *(*SAVES("saves small_files a_save_in_the_background"), *LOADS("training a_reload")),
     ),
-    "beside gloo": (
-        "loading.load_checks.check_odd_shapes",
-        "saving.save_checks.check_saves",
-        "saving.save_checks.check_a_save_in_the_background",
-    ),
+    "beside gloo": (*LOADS("odd_shapes"), *SAVES("saves a_save_in_the_background")),
 }
 """What also runs on three ranks on the simulated device, by how it has its collectives: directories of its own, too."""
 
@@ -136,9 +105,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @cache
-def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
+def outcomes(world_size: int, checks: tuple[str, ...], root: Path, **options: Any) -> list[dict[str, str]]:
     """Every rank's check → traceback."""
-    return run_ranks(world_size, run_checks, CHECKS[world_size], root, timeout_s=100)
+    return run_ranks(world_size, run_checks, checks, root, timeout_s=100, **options)
 
 
 @pytest.mark.timeout(120)
@@ -148,20 +117,14 @@ def test_on_ranks(world_size: int, name: str, root: Path) -> None:
         pytest.skip("this machine does not let us mount a small file system")
     if name == "transfer.reader_checks.check_readers" and os.geteuid() != 0:
         pytest.skip("hiding a directory from some ranks takes root")
-    for rank, outcome in enumerate(outcomes(world_size, root)):
+    for rank, outcome in enumerate(outcomes(world_size, CHECKS[world_size], root)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"
-
-
-@cache
-def outcomes_on_sim(how: str, root: Path) -> list[dict[str, str]]:
-    """Every rank's check → traceback, on the simulated device."""
-    options = {"timeout_s": 100, "device": "sim", "gloo": how == "beside gloo"}
-    return run_ranks(3, run_checks, ON_SIM[how], root.with_name(how), **options)  # type: ignore[arg-type]
 
 
 @needs_sim
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("how", "name"), [(how, name) for how, names in ON_SIM.items() for name in names])
 def test_on_the_simulated_device(how: str, name: str, root: Path) -> None:
-    for rank, outcome in enumerate(outcomes_on_sim(how, root)):
+    found = outcomes(3, ON_SIM[how], root.with_name(how), device="sim", gloo=how == "beside gloo")
+    for rank, outcome in enumerate(found):
         assert not outcome[name], f"rank {rank} of 3:\n{outcome[name]}"

@@ -64,8 +64,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """At every world size."""
     names = {2: "saved_by_two", 4: "saved_by_four"}
     if request.param in names:
-        root: Path = request.getfixturevalue(names[request.param]).root
-        return root
+        return request.getfixturevalue(names[request.param]).root
     return saved_by(request.param, tmp_path_factory).root
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +24,7 @@ from raysharding.distributed.saving import file_writers as file_writing
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_in_order
 from raysharding.errors import CheckpointError
 from tests.distributed.models import filled
-from tests.distributed.transfer.test_plan import ranges_of, tensors
+from tests.distributed.transfer.test_transfer import ranges_of, tensors
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
 from tests.spawn import device_type, part_of_ranks, run_ranks
@@ -42,10 +43,8 @@ def test_buckets_lie_end_to_end(case: tuple[int, list[PlannedTensor]], bucket_by
     plan = plan_in_order(planned, num_shards, bucket_bytes)
     reached = (0, 0)
     for bucket in plan:
-        pieces = sorted(
-            (segment.tensor, segment.start, segment.stop) for section in bucket.sections for segment in section.segments
-        )
-        for tensor, start, stop in pieces:
+        segments = [segment for section in bucket.sections for segment in section.segments]
+        for tensor, start, stop in sorted((one.tensor, one.start, one.stop) for one in segments):
             assert start == (reached[1] if tensor == reached[0] else 0)
             assert all(item.layout.num_elements == 0 for item in planned[reached[0] + 1 : tensor])
             reached = (tensor, stop)
@@ -87,9 +86,7 @@ def test_a_save_is_the_one_that_a_disk_has(s3: S3Server, tmp_path: Path) -> None
     assert remote_storage(RemoteOptions()).list_names(s3.uri("ranks")) == ["saved"]
     local, remote = open_checkpoint(tmp_path / "saved"), open_checkpoint(s3.uri("ranks/saved"))
     assert remote.tensors.keys() == local.tensors.keys()
-    manifests = [read_manifest(one) for one in (local, remote)]
-    assert manifests[0] is not None
-    assert manifests[1] is not None
+    manifests: list[Any] = [read_manifest(one) for one in (local, remote)]
     assert manifests[0].tensors == manifests[1].tensors
     assert [*manifests[0].files.values()] == [*manifests[1].files.values()], "the names hold the save's token"
     check_manifest(manifests[1], remote)

@@ -16,20 +16,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import open_checkpoint
-from raysharding.config import Loading, Sharding
+from raysharding.config import Loading, Sharding, Transport
 from raysharding.distributed import load_checkpoint
 from raysharding.distributed.fully_shard.layout import local_tensor, module_tensors
 from raysharding.distributed.transfer import shared_memory as shared_ring
 from tests.distributed.loading.load_checks import (
     ODD,
     SOCKETS,
-    full_state,
     raised_everywhere,
     require_filled,
     sharded,
 )
-from tests.distributed.models import filled
 
+TRANSPORTS: tuple[Transport, ...] = ("scatter", "broadcast", "local")
 APART = "apart"
 """A directory that not every rank sees."""
 REPLICATED_LOADS = (
@@ -95,9 +94,8 @@ def check_readers(root: Path) -> None:
     assert all(error.startswith("CheckpointError") and "rank 2" in error for error in errors), errors
     if rank == 2:  # the same header, other values, as a later step of one training run has
         state = load_file(root / ODD)
-        save_file(
-            {name: value + 1 if value.is_floating_point() else value for name, value in state.items()}, apart / ODD
-        )
+        later = {name: value + 1 if value.is_floating_point() else value for name, value in state.items()}
+        save_file(later, apart / ODD)
     errors = raised_everywhere(load_checkpoint, sharded(root / ODD), apart / ODD)
     assert all("rank 2 (" in error and "other content" in error for error in errors), errors
     if rank == 2:
@@ -150,10 +148,7 @@ def check_a_rank_that_cannot_map(root: Path) -> None:
     finally:
         os.memfd_create = create
     assert refused.shared_bytes == 0
-    state = full_state(module)
-    if dist.get_rank() == 0:
-        for name, tensor in filled().state_dict().items():
-            assert torch.equal(state[name], tensor), name
+    require_filled(module)
     size = dist.get_world_size()
     if size > 1:
         assert 0 < report.wire_bytes < absent.wire_bytes or size == 2
@@ -165,12 +160,8 @@ def shrinking(loading: Loading) -> str:
     return f"shrinks-{loading.transport}-{loading.shared_memory}.safetensors"
 
 
-SHRINKING = (
-    Loading("scatter", 8 << 10, shared_memory=False),
-    Loading("scatter", 8 << 10),
-    Loading("broadcast", 8 << 10),
-    Loading("local", 8 << 10),
-)
+SHRINKING = [Loading("scatter", 8 << 10, shared_memory=False)]
+SHRINKING += [Loading(transport, 8 << 10) for transport in TRANSPORTS]
 
 
 def check_broken_stream(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import transformers
 from safetensors.torch import save_file
 
-from tests.distributed.checks import run_checks
+from tests.distributed.checks import checks_of, run_checks
 from tests.distributed.loading.load_checks import ODD
 from tests.distributed.models import filled, saved
 from tests.distributed.weights.export_checks import ADAPTED, WHOLE
@@ -21,11 +22,11 @@ from tests.spawn import run_ranks
 peft = pytest.importorskip("peft")
 
 CHECKS = {
-    2: ("check_files", "check_dtype", "check_adapters", "check_memory", "check_arguments", "check_early_stops"),
-    3: ("check_files", "check_adapters", "check_memory", "check_early_stops", "check_a_rank_that_never_comes"),
+    ("cpu", 2): "files dtype adapters memory arguments early_stops",
+    ("cpu", 3): "files adapters memory early_stops a_rank_that_never_comes",
+    ("sim", 2): "files dtype adapters early_stops",
 }
-SIM_CHECKS = ("check_files", "check_dtype", "check_adapters", "check_early_stops")
-"""What also runs on two ranks on the simulated device."""
+"""(device, number of ranks) → checks; all but the first are of the whole grid."""
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "modules_to_save": ["norm"]},
     "mixtral": {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -54,32 +55,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def outcomes(world_size: int, root: Path, device: str = "cpu") -> list[dict[str, str]]:
+def outcomes(device: str, world_size: int, root: Path) -> list[dict[str, str]]:
     """Every rank's check → traceback."""
-    names = [f"weights.export_checks.{name}" for name in (SIM_CHECKS if device == "sim" else CHECKS[world_size])]
+    names = checks_of("weights.export_checks")(CHECKS[device, world_size])
     return run_ranks(world_size, run_checks, names, root, timeout_s=100, device=device)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [
-        pytest.param(size, name, marks=[pytest.mark.full] * (size != 2))
-        for size, names in CHECKS.items()
-        for name in names
-    ],
-)
-def test_on_ranks(world_size: int, name: str, root: Path) -> None:
-    for rank, outcome in enumerate(outcomes(world_size, root)):
-        found = outcome[f"weights.export_checks.{name}"]
-        assert not found, f"rank {rank} of {world_size}:\n{found}"
+def cases() -> Iterator[Any]:
+    for (device, size), words in CHECKS.items():
+        marks = [pytest.mark.full] * ((device, size) != ("cpu", 2)) + [needs_sim] * (device == "sim")
+        yield from (pytest.param(device, size, name, marks=marks) for name in checks_of("weights.export_checks")(words))
 
 
-@needs_sim
-@pytest.mark.full
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", SIM_CHECKS)
-def test_on_the_simulated_device(name: str, root: Path) -> None:
-    for rank, outcome in enumerate(outcomes(2, root, "sim")):
-        found = outcome[f"weights.export_checks.{name}"]
-        assert not found, f"rank {rank} of 2:\n{found}"
+@pytest.mark.parametrize(("device", "world_size", "name"), cases())
+def test_on_ranks(device: str, world_size: int, name: str, root: Path) -> None:
+    for rank, outcome in enumerate(outcomes(device, world_size, root)):
+        assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

@@ -27,7 +27,7 @@ from raysharding.distributed.comm.rendezvous import (
 from raysharding.errors import RendezvousError
 from raysharding.torch_internals import num_process_groups
 from tests.clock import now
-from tests.distributed.comm.test_connections import gets_in, listening
+from tests.distributed.comm.test_ranks import gets_in, listening
 
 HOST = "127.0.0.1"
 
