@@ -8,7 +8,7 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -45,6 +45,11 @@ KINDS = ("open", "uneven", "sparse")
 ORDERS = list(itertools.permutations(KINDS))
 
 
+def _gradient(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """All gradients in one dim, zeros where there is none."""
+    return torch.cat([(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in parameters])
+
+
 class Averaging(torch.optim.SGD):
     """Averages gradients over the ranks before the update, as FSDP does, and measures them."""
 
@@ -52,11 +57,11 @@ class Averaging(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        self.norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        whole = _gradient(parameters) / dist.get_world_size()
+        dist.all_reduce(whole)
+        for parameter, part in zip(parameters, whole.split([one.numel() for one in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.norm = whole.double().norm().item()
         super().step(closure)
 
 
@@ -225,7 +230,7 @@ def own_loss(index: int, name: str) -> None:
             metrics = train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), own)
             twin.zero_grad()
             loss.backward()
-            norm = math.hypot(*_gradient(twin))
+            norm = _gradient(twin.parameters()).double().norm().item()
             assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE)
             found.append(metrics["loss"])
         assert found == [pytest.approx(loss.item(), rel=TOLERANCE, abs=TOLERANCE)] * len(found)
@@ -294,7 +299,7 @@ def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> t
             is_computable = False
         if any_rank(not is_computable):
             return "", "no loss", case
-        expected = [loss.item(), *_gradient(twin)]
+        expected = [loss.item(), *_gradient(twin.parameters()).tolist()]
         optimizer = Averaging(module.parameters(), lr=0.0)
         try:
             metrics = train_step(module, optimizer, own, loss=form, gradient_accumulation_steps=num_parts)
@@ -302,18 +307,13 @@ def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> t
             return "good" if only_good else "mixed", f"refused: {error}", case
         except Exception as error:
             return "good" if only_good else "mixed", f"{type(error).__name__}: {error}", case
-    found = [metrics["loss"], *_gradient(module)]
+    found = [metrics["loss"], *_gradient(module.parameters()).tolist()]
     if not math.isfinite(math.fsum(expected)):
         return "", "no loss", case
     scale = max(1e-3, *map(abs, expected))
     difference = max(abs(one - other) for one, other in zip(found, expected, strict=True)) / scale
     what = "equal" if difference < 1e-5 else f"differs by {difference:.3g}: {found[0]:.6g} is {expected[0]:.6g}"
     return "good" if only_good else "mixed", what, case
-
-
-def _gradient(module: nn.Module) -> list[float]:
-    parts = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in module.parameters()]
-    return torch.cat([part.flatten() for part in parts]).tolist()
 
 
 def compare_many(num_cases: int, seed: int) -> list[tuple[str, str, str]]:
