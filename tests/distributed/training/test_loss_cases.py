@@ -134,7 +134,8 @@ def check_later(name: str, build: Callable[[], nn.Module]) -> None:
         Pair(build).refuses(form.case, columns)
     for form, num_parts in itertools.product(map(Form, read), (1, 2)):
         pair = Pair(build)
-        for columns in (whole, some, columns_of(2, False), whole):
+        # In parts, what counts in part comes first.
+        for columns in (whole, some, columns_of(2, False), whole)[num_parts - 1 :]:
             pair.take(form.case, columns, num_parts=num_parts)
 
 
