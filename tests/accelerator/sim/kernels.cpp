@@ -301,6 +301,63 @@ std::optional<size_t> written(const c10::FunctionSchema& schema, const c10::Argu
   return std::nullopt;
 }
 
+// All that the shapes of an operator's results hang on; empty if that is not known.
+std::string key_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  std::ostringstream key;
+  key << op.operator_name() << at::get_default_dtype() << std::hexfloat;
+  for (const c10::IValue& argument : arguments) {
+    key << ';';
+    if (argument.isTensor() || argument.isTensorList() || argument.isOptionalTensorList()) {
+      mapped(argument, [&](const at::Tensor& tensor) {
+        key << '|';
+        if (tensor.defined()) {
+          key << tensor.scalar_type() << tensor.sizes() << tensor.strides() << tensor.device().type()
+              << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        }
+        return tensor;
+      });
+    } else if (argument.isDouble()) {
+      key << argument.toDouble();
+    } else if (argument.isNone() || argument.isInt() || argument.isBool() || argument.isString() ||
+               argument.isDevice() || argument.isIntList() || argument.isBoolList()) {
+      key << argument.tagKind() << argument;
+    } else {
+      return "";
+    }
+  }
+  return key.str();
+}
+
+// Returns tensors on meta like an operator's results; none where it has no kernel there, and so blocks. Kernels on meta
+// may be of Python, and take as long as all else that a step does here: what they say is kept.
+std::optional<std::vector<c10::IValue>> shapes_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static thread_local std::unordered_map<std::string, std::vector<c10::IValue>> known;
+  const size_t first = stack.size() - op.schema().arguments().size();
+  auto arguments = c10::ArrayRef<c10::IValue>(stack).slice(first);
+  const std::string key = key_of(op, arguments);
+  if (auto found = known.find(key); found != known.end()) {
+    return found->second;
+  }
+  torch::jit::Stack shapes;
+  for (const c10::IValue& argument : arguments) {
+    shapes.push_back(mapped(argument, [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.is_privateuseone()
+          ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta))
+          : tensor;
+    }));
+  }
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+  std::vector<c10::IValue> results(shapes.end() - op.schema().returns().size(), shapes.end());
+  if (!key.empty()) {
+    known.emplace(key, results);
+  }
+  return results;
+}
+
 // Puts a kernel on the current stream, as a GPU does, and returns before it has run. False if this cannot be.
 bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto& schema = op.schema();
@@ -311,22 +368,15 @@ bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   }
   const size_t first = stack.size() - schema.arguments().size();
   auto device = device_at(current_device());
-  torch::jit::Stack shapes;
   torch::jit::Stack locals;
   for (size_t index = first; index < stack.size(); ++index) {
-    shapes.push_back(mapped(stack[index], [&](const at::Tensor& tensor) {
-      if (!tensor.defined() || !tensor.is_privateuseone()) {
-        return tensor;
-      }
-      device = tensor.device();
-      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
-    }));
     const bool is_out = schema.arguments()[index - first].is_out();
     // Numbers of the host are those of this moment. What only receives a result is copied to, as if it were new.
-    locals.push_back(mapped(stack[index], [is_out](const at::Tensor& tensor) {
+    locals.push_back(mapped(stack[index], [is_out, &device](const at::Tensor& tensor) {
       if (!tensor.defined() || !tensor.is_privateuseone()) {
         return tensor.defined() ? tensor.clone() : tensor;
       }
+      device = tensor.device();
       return is_out ? at::empty({0}, tensor.options().device(c10::kCPU)) : as_cpu(tensor);
     }));
   }
@@ -342,13 +392,12 @@ bool queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   bool has_out = std::any_of(
       schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& one) { return one.is_out(); });
   if (has_out || std::count(is_new.begin(), is_new.end(), true) > 0) {
-    try {
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
-    } catch (const c10::Error&) { // no such kernel: this operator blocks
+    auto shapes = shapes_of(op, stack);
+    if (!shapes.has_value()) {
       return false;
     }
     for (size_t index = 0; index < results.size(); ++index) {
-      const auto& shape = shapes[shapes.size() - results.size() + index];
+      const auto& shape = shapes->at(index);
       if (!is_new[index]) {
         if (shape.isTensor() && shape.toTensor().sizes() != results[index].toTensor().sizes()) {
           return false; // the kernel is to resize what it writes to

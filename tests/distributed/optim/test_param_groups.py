@@ -18,9 +18,12 @@ from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.optim.factories import bound, make_optimizer
 from raysharding.distributed.optim.snapshot import OptimizerSnapshot
 from raysharding.distributed.training.step import train_step
+from tests.distributed.checks import on_ranks
 from tests.distributed.training.test_training import Pair, batch_of
 from tests.distributed.training.training_cases import CASES
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
+
+pytest.importorskip("transformers")
 
 ADAM = partial(torch.optim.AdamW, eps=1e-5)
 
@@ -44,7 +47,8 @@ def by_hand(module: nn.Module) -> torch.optim.Optimizer:
     return ADAM(groups, lr=1e-2, weight_decay=0.1)
 
 
-def train() -> None:
+@on_ranks(2)
+def test_a_step_equals_one_with_groups_made_by_hand() -> None:
     case = CASES["token_mean"]
     pair = Pair(case.build, "adamw")
     factory = pickle.loads(pickle.dumps(ParamGroups(ADAM, RULES, lr=1e-2)))
@@ -58,11 +62,8 @@ def train() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-2, 0.0), (1e-4, 0.1), (1e-2, 0.1)]
 
 
-def test_a_step_equals_one_with_groups_made_by_hand() -> None:
-    run_ranks(2, train)
-
-
-def wrapped() -> None:
+@on_ranks(1)
+def test_names_are_those_before_anything_was_wrapped() -> None:
     case = CASES["llama"]
     sharding = Sharding(activation_checkpointing=True)
     module = shard_module(case.build(), init_mesh(device_type(), sharding), sharding)
@@ -71,21 +72,13 @@ def wrapped() -> None:
     train_step(module, optimizer, batch_of(case.rows()))
 
 
-def test_names_are_those_before_anything_was_wrapped() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(1, wrapped)
-
-
-def count() -> list[int | None]:
+@on_ranks(1)
+def test_a_plan_counts_what_it_makes() -> None:
     sharding = Sharding()
     module = shard_module(CASES["token_mean"].build(), init_mesh(device_type(), sharding), sharding)
     tensors = tensor_footprints(module)
     factories = ADAM, ParamGroups(ADAM, RULES), ParamGroups(torch.optim.SGD, {"bias": {"momentum": 0.9}})
-    return [footprints(tensors, [0], factory)[0].optimizer_bytes for factory in factories]
-
-
-def test_a_plan_counts_what_it_makes() -> None:
-    [(all_of_it, grouped, biases)] = run_ranks(1, count)
+    all_of_it, grouped, biases = (footprints(tensors, [0], factory)[0].optimizer_bytes or 0 for factory in factories)
     assert all_of_it == grouped
     assert 0 < biases < all_of_it / 4
 

@@ -8,6 +8,7 @@ import gc
 import inspect
 import warnings
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -24,17 +25,20 @@ from raysharding.distributed import fsdp2_switch_optimizer_parameters, init_mesh
 from raysharding.distributed.footprint import footprints, tensor_footprints
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors
 from raysharding.distributed.optim import make_optimizer
-from tests.spawn import device_type, part_of_ranks, run_ranks
+from tests.distributed.checks import on_ranks
+from tests.spawn import device_type, part_of_ranks
+
+pytest.importorskip("transformers")
 
 NUM_STEPS = 4
 INPUTS = torch.linspace(-1, 1, 36).reshape(12, 3)
 
 
-def model(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Module:
+def model(*, bias: bool = True) -> nn.Module:
     """Matrices of 5, 2 and 1 rows, and vectors: on three ranks, uneven shards and empty ones."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 5, bias), nn.Tanh(), nn.Linear(5, 2, bias), nn.Tanh(), nn.Linear(2, 1, bias)]
-    return nn.Sequential(*layers).to(dtype)
+    return nn.Sequential(*layers)
 
 
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -65,38 +69,37 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, world_size: int = 1) -> None:
-    rows = INPUTS.chunk(world_size)[rank].to(next(module.parameters()).dtype)
+    rows = INPUTS.chunk(world_size)[rank]
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         ((module(rows) - 1) ** 2).sum().mul(world_size / len(INPUTS)).backward()
         optimizer.step()
 
 
-def compare_all(dtype: torch.dtype, tolerance: float) -> None:
+@on_ranks(3, full=(1, 2))
+def test_every_rule_equals_one_process() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_mesh(device_type())
     wrong = {}
     for name, (cls, options) in cases().items():
-        make = partial(model, dtype, bias="Muon" not in name)  # which takes matrices only
+        make = partial(model, bias="Muon" not in name)  # which takes matrices only
         alone, module = make(), shard_module(make(), mesh)
         take_steps(alone, cls(alone.parameters(), **copy.deepcopy(options)))
         take_steps(module, make_optimizer(module, cls, copy.deepcopy(options)), rank, world_size)
-        for one, other in zip(module.parameters(), alone.parameters(), strict=True):
-            assert isinstance(one, DTensor)
-            difference = float((one.full_tensor() - other).abs().max())
-            if not difference <= tolerance:
-                wrong[name] = difference
+        difference = distance(module, alone)
+        if not difference <= 1e-5:
+            wrong[name] = difference
     assert not wrong
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(one, marks=pytest.mark.full) for one in (1, 2)), 3])
-@pytest.mark.timeout(180)
-def test_every_rule_equals_one_process(world_size: int) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(world_size, compare_all, torch.float32, 1e-5, timeout_s=150)
+def distance(module: nn.Module, alone: nn.Module) -> float:
+    """Of all parameters; NaN if one is."""
+    pairs: Iterable[tuple[Any, Any]] = zip(module.parameters(), alone.parameters(), strict=True)
+    return torch.stack([(one.full_tensor() - other).abs().max() for one, other in pairs]).max().item()
 
 
-def compare_train_step() -> None:
+@on_ranks(4)
+def test_a_step_of_ours_adapts_an_optimizer_of_the_callers() -> None:
     """Made by the caller, with replicas, clipping, and a step of ours: the same decisions on every rank."""
     sharding = Sharding(replicate_size=2)
     module, alone = shard_module(model(), init_mesh(device_type(), sharding), sharding), model()
@@ -119,11 +122,8 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
     return (output - 1).square().mean()
 
 
-def test_a_step_of_ours_adapts_an_optimizer_of_the_callers() -> None:
-    run_ranks(4, compare_train_step)
-
-
-def count_hooks_and_bytes() -> tuple[int, int]:
+@on_ranks(2)
+def test_hooks_and_schedules_run_once_a_step_and_state_is_small() -> None:
     module = shard_module(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), init_mesh(device_type()))
     optimizer = make_optimizer(module, Scheduled(torch.optim.Adafactor, partial(ExponentialLR, gamma=0.5), lr=0.1))
     calls: list[str] = []
@@ -142,19 +142,14 @@ def count_hooks_and_bytes() -> tuple[int, int]:
         index = ShardMap.of(module_tensors(module)).shard_index
     planned = footprints(tensor_footprints(module), [index], torch.optim.Adafactor)[index].optimizer_bytes
     assert planned == state_bytes(optimizer), "what a plan says"
-    return state_bytes(optimizer), state_bytes(adamw)
+    # Each rank: rows and columns of both matrices, its half of both biases, and four counts.
+    assert state_bytes(optimizer) == 4 * (2 * (64 + 64) + 2 * 32 + 4) == 1296
+    assert state_bytes(adamw) == 4 * (2 * 2 * (64 * 32 + 32) + 4) == 33296
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = [value for held in optimizer.state.values() for value in held.values()]
     return sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
-
-
-def test_hooks_and_schedules_run_once_a_step_and_state_is_small() -> None:
-    for adafactor, adamw in run_ranks(2, count_hooks_and_bytes):
-        # Each rank: rows and columns of both matrices, its half of both biases, and four counts.
-        assert adafactor == 4 * (2 * (64 + 64) + 2 * 32 + 4) == 1296
-        assert adamw == 4 * (2 * 2 * (64 * 32 + 32) + 4) == 33296
 
 
 @pytest.mark.parametrize(
@@ -203,7 +198,8 @@ class RpropOfOurs(torch.optim.Rprop):
         return super().step(closure)
 
 
-def steps_of_the_users() -> None:
+@on_ranks(2)
+def test_a_step_of_the_users_own_is_run_or_refused() -> None:
     module = shard_module(model(), init_mesh("cpu"))
     batch = {"input": INPUTS}
     loss: Any = lambda output: output.square().mean()  # noqa: E731
@@ -230,26 +226,21 @@ def steps_of_the_users() -> None:
         train(module, RpropOfOurs(module.parameters()))
 
 
-def test_a_step_of_the_users_own_is_run_or_refused() -> None:
-    run_ranks(2, steps_of_the_users)
-
-
-def frees_its_state() -> bool:
+@on_ranks(1)
+def test_an_optimizer_goes_with_its_last_reference() -> None:
+    """Its state is as large as two models: not only when the collector runs."""
     module = shard_module(model(), init_mesh("cpu"))
     optimizer = torch.optim.AdamW(module.parameters())
     train_step(module, optimizer, {"input": INPUTS}, loss=lambda output: output.square().mean())
     gc.disable()
     found = weakref.ref(optimizer)
     del optimizer
-    return found() is None
+    assert found() is None
+    gc.enable()
 
 
-def test_an_optimizer_goes_with_its_last_reference() -> None:
-    """Its state is as large as two models: not only when the collector runs."""
-    assert run_ranks(1, frees_its_state) == [True]
-
-
-def steps_with_gradients_in_bf16() -> None:
+@on_ranks(2)
+def test_gradients_in_another_dtype_than_the_weights_are_taken() -> None:
     module = model()
     expected = [parameter.detach().clone() for parameter in module.parameters()]
     sharding = Sharding(mixed_precision="bf16", keep_low_precision_grads=True)
@@ -261,7 +252,3 @@ def steps_with_gradients_in_bf16() -> None:
         assert isinstance(parameter.grad, DTensor)
         assert parameter.grad.dtype is torch.bfloat16
         torch.testing.assert_close(parameter.full_tensor(), before - 0.5 * parameter.grad.full_tensor().float())
-
-
-def test_gradients_in_another_dtype_than_the_weights_are_taken() -> None:
-    run_ranks(2, steps_with_gradients_in_bf16)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 from transformers import get_cosine_schedule_with_warmup
@@ -24,7 +25,8 @@ from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.optim.factories import attach_schedule, bound, make_optimizer, schedule_of, step_schedule
 from raysharding.distributed.training.step import Accumulation, optim_step, train_step
 from raysharding.errors import PlanError
-from tests.distributed.training.test_training import Pair, batch_of, full
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.test_training import Pair, batch_of, each, full
 from tests.distributed.training.training_cases import CASES
 from tests.spawn import device_type, run_ranks
 
@@ -68,58 +70,54 @@ class ScheduledPair(Pair):
         return said
 
 
-def train(kind: str, folder: str) -> None:
+def train(kind: str, path: Path) -> None:
     """Steps, a save, and steps after it, in the same module and in a new one that loads the save."""
     pair, rows = ScheduledPair(kind), CASES["token_mean"].rows()
     for _ in range(3):
         pair.both(rows)
-    save_checkpoint(pair.module, f"{folder}/{kind}", optimizer=pair.optimizer)
+    save_checkpoint(pair.module, path, optimizer=pair.optimizer)
     after = [pair.both(rows) for _ in range(4)]
     assert len({step["lr"] for step in after}) > 1, "the rate moves"
     pair.compare()
-    assert resumed(kind, folder, 4) == after
+    assert resumed(kind, path, 4) == after
 
 
-def resumed(kind: str, folder: str, num_steps: int) -> list[dict[str, float]]:
-    case = CASES["token_mean"]
-    module = shard_module(case.build(), init_mesh(device_type(), Sharding()), Sharding())
-    load_checkpoint(module, f"{folder}/{kind}")
+def resumed(kind: str, path: Path, num_steps: int) -> list[dict[str, float]]:
+    module, case = sharded(), CASES["token_mean"]
+    load_checkpoint(module, path)
     optimizer = make_optimizer(module, Scheduled(bound(ADAM, {"lr": 5.0}), SCHEDULES[kind]))
-    load_optimizer_state(module, optimizer, f"{folder}/{kind}")
+    load_optimizer_state(module, optimizer, path)
     return [train_step(module, optimizer, batch_of(case.rows()), loss=case.loss) for _ in range(num_steps)]
 
 
-def train_all(folder: str) -> None:
-    for kind in SCHEDULES:
-        train(kind, folder)
+def train_all(folder: Path) -> list[dict[str, float]]:
+    """Each schedule; return the steps after a save once more."""
+    each(train, [(kind, folder / kind) for kind in SCHEDULES])
+    return resumed("warm-up", folder / "warm-up", 4)
 
 
 @pytest.mark.timeout(180)
 def test_rates_and_losses_equal_one_process_and_go_on_after_a_save(tmp_path: Path) -> None:
-    run_ranks(2, train_all, str(tmp_path), timeout_s=150)
-    [two] = {tuple(map(repr, one)) for one in run_ranks(2, resumed, "warm-up", str(tmp_path), 4)}
-    [three] = {tuple(map(repr, one)) for one in run_ranks(3, resumed, "warm-up", str(tmp_path), 4)}
-    for mine, other in zip(two, three, strict=True):
-        assert eval(mine) == pytest.approx(eval(other), rel=1e-4)
+    two, *others = run_ranks(2, train_all, tmp_path, timeout_s=150)
+    three, *more = run_ranks(3, resumed, "warm-up", tmp_path / "warm-up", 4)
+    assert (others, more) == ([two], [three, three])
+    assert three == [pytest.approx(step, rel=1e-4) for step in two]
 
 
-def mix_up(folder: str) -> None:
+@on_ranks(2)
+def test_another_schedule_than_the_saved_one_is_refused(root: Path) -> None:
     pair = ScheduledPair("cosine")
     rows = CASES["token_mean"].rows()
     pair.both(rows)
-    save_checkpoint(pair.module, f"{folder}/saved", optimizer=pair.optimizer)
+    save_checkpoint(pair.module, root / "saved", optimizer=pair.optimizer)
     for factory in (ADAM, Scheduled(ADAM, SCHEDULES["multi-step"])):
         optimizer = make_optimizer(pair.module, factory)
         with pytest.raises(PlanError, match="the schedule CosineAnnealingLR was saved, the optimizer has"):
-            load_optimizer_state(pair.module, optimizer, f"{folder}/saved")
+            load_optimizer_state(pair.module, optimizer, root / "saved")
     plain = make_optimizer(pair.module, ADAM)
-    save_checkpoint(pair.module, f"{folder}/plain", optimizer=plain)
+    save_checkpoint(pair.module, root / "plain", optimizer=plain)
     scheduled = make_optimizer(pair.module, Scheduled(ADAM, SCHEDULES["cosine"]))
-    load_optimizer_state(pair.module, scheduled, f"{folder}/plain")  # a schedule may begin where there was none
-
-
-def test_another_schedule_than_the_saved_one_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, mix_up, str(tmp_path))
+    load_optimizer_state(pair.module, scheduled, root / "plain")  # a schedule may begin where there was none
 
 
 def test_parts_go_together() -> None:
@@ -182,11 +180,12 @@ def sharded() -> nn.Module:
     return shard_module(CASES["token_mean"].build(), init_mesh(device_type(), Sharding()), Sharding())
 
 
-def lengthen(folder: str) -> dict[str, list[str]]:
-    """Save a run of 10 steps, and resume it for 20; return the warnings of a load into the longer schedule."""
+@on_ranks(1)
+def test_a_run_that_is_lengthened_has_the_rates_of_the_longer_schedule(root: Path) -> None:
+    """By `attach_schedule`, 10 steps and then 20; a load into the longer schedule has them, too, or warns."""
     said = {}
     for kind, schedule in HORIZONS.items():
-        module, path = sharded(), f"{folder}/{kind}"
+        module, path = sharded(), root / kind
         expected = take(make_optimizer(module, Scheduled(ADAM, schedule(20))), 20)
         optimizer = make_optimizer(module, Scheduled(ADAM, schedule(10)))
         assert take(optimizer, 9) != expected[:9]
@@ -205,18 +204,11 @@ def lengthen(folder: str) -> dict[str, list[str]]:
         said[kind] = [str(one.message) for one in caught if "schedule" in str(one.message)]
         if not said[kind]:
             assert take(given, 10) == expected[10:], f"{kind}: silent"
-    return said
-
-
-@pytest.mark.timeout(120)
-def test_a_run_that_is_lengthened_has_the_rates_of_the_longer_schedule(tmp_path: Path) -> None:
-    """By `attach_schedule`; a load into the longer schedule has them, too, or warns."""
-    [told] = run_ranks(1, lengthen, str(tmp_path), timeout_s=100)
-    assert {kind for kind, lines in told.items() if not lines} == {"transformers", "lambda"}
-    [line] = told["cosine"]
+    assert {kind for kind, lines in said.items() if not lines} == {"transformers", "lambda"}
+    [line] = said["cosine"]
     assert "T_max is 10 in the save, 20 was given" in line
     assert "group.set_scheduler" in line
-    assert "total_steps is 10 in the save, 20 was given" in told["one cycle"][0]
+    assert "total_steps is 10 in the save, 20 was given" in said["one cycle"][0]
 
 
 def test_a_schedule_that_cannot_continue_leaves_the_earlier_one() -> None:
@@ -279,24 +271,20 @@ def test_what_a_replaced_schedule_wrote_over_is_told(old: Any, new: Any, said: s
     assert told == "" if said is None else re.match(said, told), told
 
 
-def load_with_another_rate(folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_rate_that_a_load_drops_is_told(root: Path) -> None:
     module = sharded()
-    save_checkpoint(module, f"{folder}/saved", optimizer=make_optimizer(module, ADAM))
+    save_checkpoint(module, root / "rate", optimizer=make_optimizer(module, ADAM))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for factory in (ADAM, bound(ADAM, {"lr": 3.0})):
-            load_optimizer_state(module, make_optimizer(module, factory), f"{folder}/saved")
-    return [str(one.message) for one in caught]
+            load_optimizer_state(module, make_optimizer(module, factory), root / "rate")
+    assert len(caught) == (dist.get_rank() == 0), "rank 0 alone warns"
+    assert all("lr is 0.01 in the save, 3.0 was given" in str(one.message) for one in caught)
 
 
-def test_a_rate_that_a_load_drops_is_told(tmp_path: Path) -> None:
-    told, other = run_ranks(2, load_with_another_rate, str(tmp_path))
-    assert not other, "rank 0 alone warns"
-    [line] = told
-    assert "lr is 0.01 in the save, 3.0 was given" in line
-
-
-def update_without_a_loss() -> None:
+@on_ranks(2)
+def test_a_schedule_that_lacks_a_loss_is_refused_before_the_update() -> None:
     pair = ScheduledPair("plateau")
     before = [full(one).clone() for one in pair.module.parameters()]
     for one in pair.module.parameters():
@@ -308,22 +296,15 @@ def update_without_a_loss() -> None:
     assert all(torch.equal(full(one), old) for one, old in zip(pair.module.parameters(), before, strict=True))
 
 
-def test_a_schedule_that_lacks_a_loss_is_refused_before_the_update() -> None:
-    run_ranks(2, update_without_a_loss)
-
-
-def load_after_a_reduction(path: str) -> list[str]:
+@on_ranks(2)
+def test_a_rate_that_was_reduced_is_no_other_rate(root: Path) -> None:
     pair, rows = ScheduledPair("plateau"), CASES["token_mean"].rows()
     for _ in range(4):
         pair.both(rows)
     assert pair.optimizer.param_groups[0]["lr"] < 0.01, "or no rate was reduced"
-    save_checkpoint(pair.module, path, optimizer=pair.optimizer)
+    save_checkpoint(pair.module, root / "reduced", optimizer=pair.optimizer)
     fresh = ScheduledPair("plateau")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load_optimizer_state(fresh.module, fresh.optimizer, path)
-    return [str(one.message) for one in caught if "goes on as saved" in str(one.message)]
-
-
-def test_a_rate_that_was_reduced_is_no_other_rate(tmp_path: Path) -> None:
-    assert run_ranks(2, load_after_a_reduction, str(tmp_path / "saved")) == [[], []]
+        load_optimizer_state(fresh.module, fresh.optimizer, root / "reduced")
+    assert not [str(one.message) for one in caught if "goes on as saved" in str(one.message)]

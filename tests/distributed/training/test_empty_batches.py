@@ -16,21 +16,25 @@ from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
-from tests.distributed.training.test_training import Pair, batch_of
-from tests.distributed.training.training_cases import CASES, NUM_ROWS, Case
-from tests.spawn import run_ranks
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.test_training import Pair, each
+from tests.distributed.training.training_cases import CASES, NUM_ROWS, Case, Rows, batch_of, part_of
 
 CPU = torch.device("cpu")
 CASE_NAMES = ("llama", "bert_mlm", "sum_and_count")
 
 
-def three_batches(case: Case, empty: int) -> dict[str, torch.Tensor]:
+def three_batches(case: Case, empty: int) -> Rows:
     rows = {name: value.repeat(3, *[1] * (value.ndim - 1)) for name, value in case.rows().items()}
     rows["labels"][empty * NUM_ROWS : (empty + 1) * NUM_ROWS] = -100
     return rows
 
 
-def plan_of(rows: dict[str, torch.Tensor], case: Case, **options: Any) -> FitPlan:
+def batch_at(rows: Rows, index: int) -> Rows:
+    return part_of(rows, index * NUM_ROWS, (index + 1) * NUM_ROWS)
+
+
+def plan_of(rows: Rows, case: Case, **options: Any) -> FitPlan:
     return FitPlan(DataPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss, **options)
 
 
@@ -63,8 +67,7 @@ def skip(name: str, empty: int, num_parts: int) -> None:
             assert "nothing counts" in step.skipped, step.skipped
             assert (step.num_rows, step.num_tokens) == (0, 0)
             continue
-        part = {key: value[index * NUM_ROWS : (index + 1) * NUM_ROWS] for key, value in rows.items()}
-        pair.agree(step.metrics, pair.twin_step(case, part, None))
+        pair.agree(step.metrics, pair.twin_step(case, batch_at(rows, index)))
         schedule.step()
     pair.compare()
 
@@ -83,9 +86,7 @@ def go_on() -> None:
     assert later.position.num_steps == 3
     assert not last.skipped
     for index in (0, 2):
-        expected = pair.twin_step(
-            case, {k: v[index * NUM_ROWS : (index + 1) * NUM_ROWS] for k, v in rows.items()}, None
-        )
+        expected = pair.twin_step(case, batch_at(rows, index))
     pair.agree(last.metrics, expected)
 
 
@@ -103,50 +104,37 @@ def end() -> None:
         train_step(pair.module, pair.optimizer, batch_of({**rows, "labels": torch.full_like(rows["labels"], -100)}))
 
 
-def first_of_all() -> None:
+def first_of_all(name: str) -> None:
     """Of a first batch without labels nothing is concluded: the loss leaves out class 0, which there is no other of."""
-    for name in ("bert_tagger", "counting"):
-        case = CASES[name]
-        pair, rows = Pair(case.build, "sgd"), case.rows()
-        batch = batch_of({**rows, "labels": torch.full_like(rows["labels"], -100)})
-        with pytest.raises(EmptyBatchError, match="nothing counts"):
-            train_step(pair.module, pair.optimizer, batch)
-        pair.step(case, rows, None)
-        pair.compare()
+    case = CASES[name]
+    pair, rows = Pair(case.build, "sgd"), case.rows()
+    batch = batch_of({**rows, "labels": torch.full_like(rows["labels"], -100)})
+    with pytest.raises(EmptyBatchError, match="nothing counts"):
+        train_step(pair.module, pair.optimizer, batch)
+    pair.step(case, rows)
+    pair.compare()
 
 
-def look() -> None:
+def look(name: str) -> None:
     """An evaluation counts such a batch as nothing."""
-    for name in CASE_NAMES:
-        case = CASES[name]
-        pair = Pair(case.build, "adamw")
-        found = []
-        for rows in (
-            three_batches(case, 1),
-            {key: value[: 2 * NUM_ROWS] for key, value in three_batches(case, 2).items()},
-        ):
-            run = Evaluation(EvaluationPlan(DataPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss), CPU)
-            while run.step(pair.module):
-                pass
-            found.append(run.values()["loss"])
-        assert math.isclose(*found, rel_tol=1e-6), (name, found)
-
-
-def run_all() -> None:
-    for name in CASE_NAMES:
-        for empty, num_parts in ((0, 1), (1, 2)):
-            skip(name, empty, num_parts)
-    go_on()
-    end()
-    first_of_all()
-    look()
+    case = CASES[name]
+    pair, found = Pair(case.build, "adamw"), []
+    for rows in three_batches(case, 1), part_of(three_batches(case, 2), 0, 2 * NUM_ROWS):
+        run = Evaluation(EvaluationPlan(DataPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss), CPU)
+        while run.step(pair.module):
+            pass
+        found.append(run.values()["loss"])
+    assert math.isclose(*found, rel_tol=1e-6), found
 
 
 @pytest.mark.all_ranks
-@pytest.mark.timeout(120)
+@on_ranks(2)
 def test_a_batch_without_labels_is_skipped_by_all_ranks_alike() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, run_all, timeout_s=110)
+    each(skip, [(name, empty, num_parts) for name in CASE_NAMES for empty, num_parts in ((0, 1), (1, 2))])
+    go_on()
+    end()
+    each(first_of_all, [("bert_tagger",), ("counting",)])
+    each(look, [(name,) for name in CASE_NAMES])
 
 
 def test_what_is_no_answer_is_refused() -> None:

@@ -17,11 +17,11 @@ from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.errors import DataError, RayshardingError
+from tests.distributed.checks import on_ranks
 from tests.distributed.training.test_fitting import BATCH, many_rows
 from tests.distributed.training.test_training import Pair
 from tests.distributed.training.training_cases import CASES
-from tests.grid import device_grid
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
 
 
 def hits(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,8 @@ def evaluated(pair: Pair, plan: EvaluationPlan) -> dict[str, float]:
     return run.values()
 
 
-def equal_one_process() -> None:
+@on_ranks(2, full=(3,), sim=(2,))
+def test_loss_and_metrics_equal_one_process() -> None:
     rows = many_rows("llama")
     pair = Pair(CASES["llama"].build, "sgd")
     data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH)
@@ -60,13 +61,8 @@ def equal_one_process() -> None:
     assert all(parameter.grad is None for parameter in pair.module.parameters())
 
 
-@pytest.mark.parametrize(("device", "world_size"), device_grid(2, full=(3,)))
-def test_loss_and_metrics_equal_one_process(device: str, world_size: int) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(world_size, equal_one_process, device=device)
-
-
-def gather_the_root_once() -> None:
+@on_ranks(2)
+def test_batches_find_the_root_gathered() -> None:
     pair = Pair(CASES["llama"].build, "sgd")
     plan = EvaluationPlan(DataPlan(SequenceRows(Columns(many_rows("llama"))), BATCH))
     evaluated(pair, plan)  # forwards that find out how the loss counts come with the first batch
@@ -76,11 +72,6 @@ def gather_the_root_once() -> None:
             evaluated(pair, replace(plan, data=replace(plan.data, max_steps=max_steps)))
         gathers.append(sum(event.name == "c10d::_allgather_base_" for event in profiled.events()))
     assert gathers[1] == 3 * gathers[0] - 2
-
-
-def test_batches_find_the_root_gathered() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, gather_the_root_once)
 
 
 def bad_metric(output: Any, labels: torch.Tensor) -> Any:
@@ -93,7 +84,8 @@ def one_number(output: Any, labels: torch.Tensor) -> Any:
     return hits(output, labels)[0]
 
 
-def hear_of_errors() -> None:
+@on_ranks(2)
+def test_every_rank_hears_of_a_metric_that_fails() -> None:
     """What one rank's metric raises, every rank raises, and the module is right afterwards."""
     rows = many_rows("llama")
     pair = Pair(CASES["llama"].build, "sgd")
@@ -105,8 +97,3 @@ def hear_of_errors() -> None:
     with pytest.raises(DataError, match="data has no rows"):
         evaluated(pair, EvaluationPlan(replace(data_plan, source=Stream(list))))
     assert evaluated(pair, EvaluationPlan(replace(data_plan, max_steps=1)))["num_rows"] == BATCH
-
-
-def test_every_rank_hears_of_a_metric_that_fails() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, hear_of_errors)

@@ -33,12 +33,16 @@ from raysharding.distributed.training import (
     zero_grad,
 )
 from raysharding.distributed.training.data_loader import DataPlan
+from raysharding.distributed.training.fit import StepMetrics
 from raysharding.errors import RayshardingError
 from raysharding.models import InputBounds
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.test_training import each
 from tests.models.architectures import ARCHITECTURES
-from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.all_ranks
+
+pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 IMAGES = (2, 1, 1, 0)
@@ -133,23 +137,28 @@ def dealt(name: str, rows: list[Example], **more: Any) -> Any:
     return deal([batch], {}, dist.get_world_size())[dist.get_rank()]
 
 
-def steps_equal(names: list[str]) -> None:
-    for name in names:
-        rows = examples(name)
-        expected = alone(name, rows)
-        for num_parts in (1, 2, 4):  # of one rank's four, the last is text alone
-            module, optimizer = sharded(name)
-            step = partial(train_step, module, optimizer, gradient_accumulation_steps=num_parts)
-            agree([step(dealt(name, rows)) for _ in range(STEPS)], expected)
+def steps_equal(name: str) -> None:
+    rows = examples(name)
+    expected = alone(name, rows)
+    for num_parts in (1, 2, 4):  # of one rank's four, the last is text alone
         module, optimizer = sharded(name)
-        plan = DataPlan(SequenceRows(rows), 4, STEPS, collate_fn=Collate(name))
-        run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
-        done = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
-        run.settle()
-        agree([one.metrics for one in done], expected)
-        assert sum(all_ranks(done[0].num_rows)) == len(rows)
-        with_padding = [len(one) for one in Collate(name)(rows)["input_ids"]]
-        assert sum(map(len, (row["ids"] for row in rows))) <= sum(all_ranks(done[0].num_tokens)) <= sum(with_padding)
+        step = partial(train_step, module, optimizer, gradient_accumulation_steps=num_parts)
+        agree([step(dealt(name, rows)) for _ in range(STEPS)], expected)
+    module, optimizer = sharded(name)
+    done = fitted(name, rows, module, optimizer)
+    agree([one.metrics for one in done], expected)
+    assert sum(all_ranks(done[0].num_rows)) == len(rows)
+    with_padding = [len(one) for one in Collate(name)(rows)["input_ids"]]
+    assert sum(map(len, (row["ids"] for row in rows))) <= sum(all_ranks(done[0].num_tokens)) <= sum(with_padding)
+
+
+def fitted(name: str, rows: list[Example], module: nn.Module, optimizer: torch.optim.Optimizer) -> list[StepMetrics]:
+    """Steps of a run in two parts."""
+    plan = DataPlan(SequenceRows(rows), 4, STEPS, collate_fn=Collate(name))
+    run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
+    done = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
+    run.settle()
+    return done
 
 
 def all_ranks(value: Any) -> list[Any]:
@@ -158,12 +167,10 @@ def all_ranks(value: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_steps_over_images_equal_one_process(world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_steps_over_images_equal_one_process() -> None:
     """Rows of 2, 1, 1 and 0 images, by `train_step` in 1, 2 and 4 parts, and by `fit` in two."""
-    pytest.importorskip("transformers")
-    run_ranks(world_size, steps_equal, NAMES, timeout_s=180)
+    each(steps_equal, [(name,) for name in NAMES])
 
 
 PROJECTOR = "multi_modal_projector"
@@ -184,7 +191,9 @@ def by_labels(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **more: Any) 
     return total / (more.get("num_items_in_batch") or counted.sum())
 
 
-def projector_steps_equal() -> None:
+@on_ranks(1, 2, 3)
+def test_steps_of_a_projector_equal_one_process() -> None:
+    """Rows of text have a loss without a graph: passes over them, the first, middle and last, count and add nothing."""
     one_row = 4 // dist.get_world_size()
     for images, num_parts, loss, own, more in (
         (IMAGES, 1, None, None, {}),
@@ -203,7 +212,8 @@ def projector_steps_equal() -> None:
         same_weights(module, model)
 
 
-def steps_in_bf16() -> None:
+@on_ranks(2)
+def test_parts_of_text_come_first_in_bf16() -> None:
     """Parts of text alone come first: the tower has not run yet, and the projector gets no gradient with the others."""
     rows = examples("llava", (0, 1, 0, 2))
     for trained in ("", PROJECTOR):
@@ -229,7 +239,9 @@ class Measured(nn.Module):
         return told
 
 
-def measured_steps_equal() -> None:
+@on_ranks(2)
+def test_a_model_may_measure_by_loss_functions() -> None:
+    """Their values have no graph, as in one process, and need not be computed on every rank."""
     torch.manual_seed(0)
     model, batch = Measured(), {"x": torch.randn(4, 4), "labels": torch.tensor([0, 1, 2, 1])}
     sharding = Sharding()
@@ -247,16 +259,13 @@ def same_weights(module: nn.Module, model: nn.Module) -> None:
         torch.testing.assert_close(whole, expected, atol=TOLERANCE, rtol=0)
 
 
-def other_steps_of_the_projector() -> None:
+@on_ranks(1, 2)
+def test_fit_and_calls_of_a_projector_equal_one_process() -> None:
     """`fit` in two parts, calls of `forward_backward` of which the last is text alone, and no row with an image."""
     rows, model = examples("llava"), build("llava", PROJECTOR)
     expected = steps_alone(model, Collate("llava")(rows))
     module, optimizer = sharded("llava", PROJECTOR)
-    plan = DataPlan(SequenceRows(rows), 4, STEPS, collate_fn=Collate("llava"))
-    run = Fit(FitPlan(plan, gradient_accumulation_steps=2), CPU)
-    steps = [one for _ in range(STEPS) if (one := run.step(module, optimizer)) is not None]
-    run.settle()
-    agree([one.metrics for one in steps], expected)
+    agree([one.metrics for one in fitted("llava", rows, module, optimizer)], expected)
     same_weights(module, model)
     module, optimizer = sharded("llava", PROJECTOR)
     with pytest.raises(ValueError, match=r"none of the 4 trainable .* \(of text alone, where"):
@@ -273,19 +282,23 @@ def other_steps_of_the_projector() -> None:
     agree(found, expected)
 
 
-def calls_equal(names: list[str]) -> None:
-    for name in names:
-        rows = examples(name)
-        module, optimizer = sharded(name)
-        twin = build(name).eval()
-        whole = Collate(name)(rows)
-        evaluates(name, rows, module, twin, whole)
-        forwards(name, rows, module, twin)
-        predicts(name, rows, module, twin)
-        forward_backward(module, dealt(name, rows[3:]), done := Accumulation(), sync=False)
-        last = forward_backward(module, dealt(name, rows[:3]), done)
-        agree([optim_step(module, optimizer, done)], alone(name, rows, 1))
-        assert last["loss"] == pytest.approx(alone(name, rows[:3], 1)[0][0], abs=TOLERANCE)
+def calls_equal(name: str) -> None:
+    rows = examples(name)
+    module, optimizer = sharded(name)
+    twin = build(name).eval()
+    evaluates(name, rows, module, twin)
+    forwards(name, rows, module, twin)
+    predicts(name, rows, module, twin)
+    forward_backward(module, dealt(name, rows[3:]), done := Accumulation(), sync=False)
+    last = forward_backward(module, dealt(name, rows[:3]), done)
+    agree([optim_step(module, optimizer, done)], alone(name, rows, 1))
+    assert last["loss"] == pytest.approx(alone(name, rows[:3], 1)[0][0], abs=TOLERANCE)
+
+
+@on_ranks(2, 3)
+def test_calls_over_images_equal_one_process() -> None:
+    """`evaluate`, `forward`, `predict`, and `forward_backward` on text, then on images."""
+    each(calls_equal, [(name,) for name in NAMES])
 
 
 def words(output: Any, labels: torch.Tensor) -> tuple[int, int]:
@@ -294,7 +307,8 @@ def words(output: Any, labels: torch.Tensor) -> tuple[int, int]:
     return int(output.logits.argmax(-1)[counted].sum()), int(counted.sum())
 
 
-def evaluates(name: str, rows: list[Example], module: nn.Module, twin: nn.Module, whole: dict[str, Any]) -> None:
+def evaluates(name: str, rows: list[Example], module: nn.Module, twin: nn.Module) -> None:
+    whole = Collate(name)(rows)
     plan = DataPlan(SequenceRows(rows), 4, collate_fn=Collate(name))
     run = Evaluation(EvaluationPlan(plan, metrics={"words": words}), CPU)
     while run.step(module):
@@ -340,7 +354,8 @@ def predicts(name: str, rows: list[Example], module: nn.Module, twin: nn.Module)
     assert sum(len(own) for own in all_ranks(found)) == 4
 
 
-def errors_are_shared() -> None:
+@on_ranks(2)
+def test_every_rank_hears_of_what_one_collate_does() -> None:
     """What one rank's collate raises, or makes that cannot be a dummy elsewhere, is every rank's error."""
     name, rows = "llava", examples("llava")
     module, optimizer = sharded(name)
@@ -375,43 +390,3 @@ def errors_are_shared() -> None:
             run.step(module, optimizer)
         run.data_loader.close()
     agree([train_step(module, optimizer, dealt(name, rows)) for _ in range(STEPS)], alone(name, rows))
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_calls_over_images_equal_one_process(world_size: int) -> None:
-    """`evaluate`, `forward`, `predict`, and `forward_backward` on text, then on images."""
-    pytest.importorskip("transformers")
-    run_ranks(world_size, calls_equal, NAMES, timeout_s=180)
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_steps_of_a_projector_equal_one_process(world_size: int) -> None:
-    """Rows of text have a loss without a graph: passes over them, the first, middle and last, count and add nothing."""
-    pytest.importorskip("transformers")
-    run_ranks(world_size, projector_steps_equal, timeout_s=180)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fit_and_calls_of_a_projector_equal_one_process(world_size: int) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(world_size, other_steps_of_the_projector, timeout_s=100)
-
-
-@pytest.mark.timeout(100)
-def test_parts_of_text_come_first_in_bf16() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, steps_in_bf16, timeout_s=90)
-
-
-def test_a_model_may_measure_by_loss_functions() -> None:
-    """Their values have no graph, as in one process, and need not be computed on every rank."""
-    run_ranks(2, measured_steps_equal)
-
-
-@pytest.mark.timeout(120)
-def test_every_rank_hears_of_what_one_collate_does() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, errors_are_shared, timeout_s=100)

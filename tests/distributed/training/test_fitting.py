@@ -20,6 +20,7 @@ from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.order import Position
 from raysharding.data.source import Columns
+from raysharding.distributed import load_checkpoint, load_optimizer_state
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.device_mesh import init_mesh
 from raysharding.distributed.fully_shard.shard import shard_module
@@ -29,9 +30,9 @@ from raysharding.distributed.training import data_loader
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.fit import Fit, FitPlan
 from raysharding.errors import DataError, RayshardingError
-from tests.distributed.training.test_training import Pair
-from tests.distributed.training.training_cases import CASES, Case
-from tests.grid import DEVICES
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.test_training import Pair, each
+from tests.distributed.training.training_cases import CASES, Rows, part_of
 from tests.spawn import device_type, run_ranks
 
 pytestmark = pytest.mark.all_ranks
@@ -43,7 +44,7 @@ BATCH = 7
 """Rows of a step: neither 2 nor 3 nor 4 divides it, and the last of an epoch has 6."""
 
 
-def many_rows(name: str) -> dict[str, torch.Tensor]:
+def many_rows(name: str) -> Rows:
     """Rows of a case with other numbers in each, labels masked unevenly."""
     base = CASES[name].rows()
     random = torch.Generator().manual_seed(5)
@@ -61,65 +62,38 @@ def many_rows(name: str) -> dict[str, torch.Tensor]:
     return made
 
 
-class Curves(Pair):
-    """A sharded module that is fitted, and its twin that takes the same batches in one process."""
+def fit(pair: Pair, plan: FitPlan) -> list[dict[str, float]]:
+    run = fit_of(plan)
+    steps = []
+    while (step_metrics := run.step(pair.module, pair.optimizer)) is not None:
+        steps.append(step_metrics.metrics)
+    run.data_loader.close()
+    return steps
 
-    def __init__(self, case: Case, rows: dict[str, torch.Tensor], sharding: Sharding | None = None) -> None:
-        super().__init__(case.build, "adamw", sharding)
-        self.case, self.rows = case, rows
 
-    def fit(self, plan: FitPlan) -> list[dict[str, float]]:
-        run = Fit(plan, current_device(device_type()))
-        steps = []
-        while (step_metrics := run.step(self.module, self.optimizer)) is not None:
-            steps.append(step_metrics.metrics)
-        run.data_loader.close()
-        return steps
-
-    def alone(self, num_steps: int) -> Iterator[tuple[float, float]]:
-        taken = 0
-        while taken < num_steps:
-            for start in range(0, NUM_ROWS, BATCH):
-                if taken < num_steps:
-                    batch = {key: value[start : start + BATCH] for key, value in self.rows.items()}
-                    yield self.twin_step(self.case, batch, None)
-                    taken += 1
+def batches(rows: Rows) -> Iterator[Rows]:
+    """Of each epoch."""
+    while True:
+        yield from (part_of(rows, start, start + BATCH) for start in range(0, NUM_ROWS, BATCH))
 
 
 def curve(name: str, replicate_size: int, num_parts: int, num_steps: int) -> None:
     case, rows = replace(CASES[name], training=True), many_rows(name)
-    pair = Curves(case, rows, Sharding(replicate_size=replicate_size))
+    pair = Pair(case.build, "adamw", Sharding(replicate_size=replicate_size))
     data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=num_steps)
-    plan = FitPlan(data_plan, case.loss, gradient_accumulation_steps=num_parts)
-    steps = pair.fit(plan)
+    steps = fit(pair, FitPlan(data_plan, case.loss, gradient_accumulation_steps=num_parts))
     assert len(steps) == num_steps
-    for metrics, expected in zip(steps, pair.alone(num_steps), strict=True):
-        pair.agree(metrics, expected)
+    for metrics, batch in zip(steps, batches(rows), strict=False):
+        pair.agree(metrics, pair.twin_step(case, batch))
     assert steps[-1]["loss"] < steps[0]["loss"], "nothing was learned"
 
 
-def curves(names: list[str], replicate_size: int) -> None:
-    """The whole curve once; steps in parts, whose ranks do more for each, are as many as an epoch has."""
-    for name in names:
+@on_ranks(2, full=(1, 3, 4))
+def test_100_steps_equal_one_process(replicate_size: int) -> None:
+    """Loss and gradient norm of each step, within 1e-5; in parts, of which ranks do more, as many as an epoch has."""
+    for name in ["llama", "row_mean"] if dist.get_world_size() == 1 else ["llama"]:
         curve(name, replicate_size, 1, NUM_STEPS)
         curve(name, replicate_size, 4, math.ceil(NUM_ROWS / BATCH))
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("world_size", "replicate_size"),
-    [
-        pytest.param(1, 1, marks=pytest.mark.full),
-        (2, 1),
-        pytest.param(3, 1, marks=pytest.mark.full),
-        pytest.param(4, 2, marks=pytest.mark.full),
-    ],
-)
-def test_100_steps_equal_one_process(world_size: int, replicate_size: int) -> None:
-    """Loss and gradient norm of each step, within 1e-5; parts of 1 and 4."""
-    pytest.importorskip("transformers")
-    names = ["llama", "row_mean"] if world_size == 1 else ["llama"]
-    run_ranks(world_size, curves, names, replicate_size, timeout_s=280)
 
 
 class Names(nn.Module):
@@ -142,7 +116,7 @@ def raise_in_a_step(shuffle: bool, as_stream: bool, rows_per_item: int) -> None:
     data = [{"number": torch.tensor(number)} for number in range(30)]  # 4 steps an epoch
     source = Stream(data) if as_stream else SequenceRows(data)
     plan = DataPlan(source, 8, 2, shuffle=shuffle, seed=3, rows_per_item=rows_per_item)
-    run = Fit(FitPlan(plan, loss=mean_of_rows), current_device(device_type()))
+    run = fit_of(FitPlan(plan, loss=mean_of_rows))
     for _ in range(6):
         run.step(module, optimizer)
     with pytest.raises(RuntimeError, match=" rows ") as caught:
@@ -156,27 +130,20 @@ def mean_of_rows(output: torch.Tensor, *, number: torch.Tensor) -> tuple[torch.T
     return output * len(number), len(number)
 
 
-def raise_in_steps() -> None:
-    for case in ((False, False, 1), (False, True, 1), (True, False, 1), (True, False, 2)):
-        raise_in_a_step(*case)
-
-
+@on_ranks(2)
 def test_an_error_in_a_step_names_the_rows() -> None:
-    run_ranks(2, raise_in_steps)
+    each(raise_in_a_step, [(False, False, 1), (False, True, 1), (True, False, 1), (True, False, 2)])
 
 
-def in_bf16() -> None:
+@on_ranks(2)
+def test_an_epoch_in_bf16_is_near_that_in_fp32() -> None:
     """Parameters in fp32, computing in bf16: the curve of one fp32 process within 2 % of its loss."""
     case, rows = CASES["llama"], many_rows("llama")
-    pair = Curves(case, rows, Sharding(mixed_precision="bf16"))
-    steps = pair.fit(FitPlan(DataPlan(SequenceRows(Columns(rows)), BATCH, 1)))
-    for metrics, (loss, _) in zip(steps, pair.alone(math.ceil(NUM_ROWS / BATCH)), strict=True):
-        assert metrics["loss"] == pytest.approx(loss, rel=0.02)
-
-
-def test_an_epoch_in_bf16_is_near_that_in_fp32() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, in_bf16, timeout_s=100)
+    pair = Pair(case.build, "adamw", Sharding(mixed_precision="bf16"))
+    steps = fit(pair, FitPlan(DataPlan(SequenceRows(Columns(rows)), BATCH, 1)))
+    assert len(steps) == math.ceil(NUM_ROWS / BATCH)
+    for metrics, batch in zip(steps, batches(rows), strict=False):
+        assert metrics["loss"] == pytest.approx(pair.twin_step(case, batch)[0], rel=0.02)
 
 
 class Dropped(nn.Module):
@@ -203,8 +170,8 @@ DATA_PLAN = DataPlan(SequenceRows(numbers()), 8, 3, shuffle=True, seed=4)
 """3 epochs of 7 steps."""
 
 
-def fit_of(data_plan: DataPlan, position: Position | None = None) -> Fit:
-    return Fit(FitPlan(data_plan), current_device(device_type()), position)
+def fit_of(plan: DataPlan | FitPlan, position: Position | None = None) -> Fit:
+    return Fit(plan if isinstance(plan, FitPlan) else FitPlan(plan), current_device(device_type()), position)
 
 
 def small_pair(build: Any = Dropped) -> Pair:
@@ -220,22 +187,17 @@ def losses(pair: Pair, run: Fit, num_steps: int = 99) -> list[float]:
     return taken
 
 
-def resumed(root: Path) -> None:
+@on_ranks(2, sim=(2,))
+def test_a_resume_takes_the_steps_that_were_left(root: Path) -> None:
     """A run that is saved in the middle of an epoch and goes on in another process is the run that was never saved."""
-    from raysharding.distributed import load_checkpoint, load_optimizer_state
-
     whole = losses(pair := small_pair(), fit_of(DATA_PLAN))
     assert len(whole) == 21
     pair = small_pair()
     run = fit_of(DATA_PLAN)
     begun = losses(pair, run, 10)
-    save_checkpoint(pair.module, root / "saved", optimizer=pair.optimizer, position=run.position)
+    save_checkpoint(pair.module, root / "resumed", optimizer=pair.optimizer, position=run.position)
     run.data_loader.close()
-    again = small_pair()
-    torch.manual_seed(0)
-    load_checkpoint(again.module, root / "saved")
-    load_optimizer_state(again.module, again.optimizer, root / "saved")
-    position = load_training(root / "saved")
+    again, position = loaded(root / "resumed", Dropped)
     assert position is not None
     assert (position.epoch, position.step, position.num_steps) == (1, 3, 10)
     run = fit_of(DATA_PLAN, position)
@@ -243,17 +205,13 @@ def resumed(root: Path) -> None:
     assert begun + losses(again, run) == pytest.approx(whole, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_resume_takes_the_steps_that_were_left(device: str, tmp_path: Path) -> None:
-    run_ranks(2, resumed, tmp_path, device=device)
-
-
-def saved_half(root: Path) -> list[float]:
-    pair = small_pair(Plain)
-    run = fit_of(DATA_PLAN)
-    losses(pair, run, 10)
-    save_checkpoint(pair.module, root / "half", optimizer=pair.optimizer, position=run.position)
-    return losses(pair, run)
+def loaded(path: Path, build: Any) -> tuple[Pair, Position | None]:
+    """A new module, optimizer and state of random numbers with those of a save, and its position."""
+    pair = small_pair(build)
+    torch.manual_seed(0)
+    load_checkpoint(pair.module, path)
+    load_optimizer_state(pair.module, pair.optimizer, path)
+    return pair, load_training(path)
 
 
 class Plain(Dropped):
@@ -262,20 +220,31 @@ class Plain(Dropped):
     rate = 0.0
 
 
-def resumed_half(root: Path) -> list[float]:
-    from raysharding.distributed import load_checkpoint, load_optimizer_state
-
+def saved_half(root: Path) -> list[float]:
     pair = small_pair(Plain)
-    load_checkpoint(pair.module, root / "half")
-    load_optimizer_state(pair.module, pair.optimizer, root / "half")
-    return losses(pair, fit_of(DATA_PLAN, load_training(root / "half")))
+    run = fit_of(DATA_PLAN)
+    losses(pair, run, 10)
+    save_checkpoint(pair.module, root, optimizer=pair.optimizer, position=run.position)
+    return losses(pair, run)
+
+
+def resumed_half(root: Path) -> list[float]:
+    pair, position = loaded(root, Plain)
+    return losses(pair, fit_of(DATA_PLAN, position))
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A save of two ranks in the middle of a run, and the losses of its other half."""
+    root = tmp_path_factory.mktemp("half") / "saved"
+    return root, run_ranks(2, saved_half, root)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_resume_at_another_world_size(tmp_path: Path, world_size: int) -> None:
-    expected = run_ranks(2, saved_half, tmp_path)[0]
+def test_a_resume_at_another_world_size(half: tuple[Path, list[float]], world_size: int) -> None:
+    root, expected = half
     assert len(expected) == 11
-    assert run_ranks(world_size, resumed_half, tmp_path)[0] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert run_ranks(world_size, resumed_half, root)[0] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 class Scores(nn.Module):
@@ -314,16 +283,11 @@ def numbers_of(num_parts: int) -> list[list[list[int]]]:
     return steps
 
 
-def pair_losses(num_parts: int) -> list[float]:
-    """Losses of the steps; each is that of one process on the same pairs."""
-    pair = small_pair(Scores)
-    plan = replace(PAIRS, collate_fn=lambda rows: {"inputs": torch.tensor([row["inputs"] for row in rows]) / 26})
-    run = Fit(FitPlan(plan, preference, gradient_accumulation_steps=num_parts), CPU)
-    return losses(pair, run)
-
-
 def in_pairs() -> tuple[list[list[list[int]]], list[float]]:
-    return numbers_of(2), pair_losses(2)
+    """Numbers and losses of the steps in two parts."""
+    plan = replace(PAIRS, collate_fn=lambda rows: {"inputs": torch.tensor([row["inputs"] for row in rows]) / 26})
+    run = fit_of(FitPlan(plan, preference, gradient_accumulation_steps=2))
+    return numbers_of(2), losses(small_pair(Scores), run)
 
 
 def test_pairs_stay_whole_on_a_rank_and_in_a_part() -> None:
@@ -420,13 +384,10 @@ def hear_of_halves() -> None:
     assert run.position.num_steps == 1
 
 
-def all_errors() -> None:
+@on_ranks(2)
+def test_every_rank_hears_of_what_is_wrong_with_the_data() -> None:
     for check in (hear_of_halves, hear_of_errors, hear_of_ends, hear_of_collating, hear_of_hangs, go_on_elsewhere):
         check()
-
-
-def test_every_rank_hears_of_what_is_wrong_with_the_data() -> None:
-    run_ranks(2, all_errors)
 
 
 def soon_ready(ahead: Prefetch[Any]) -> bool:
@@ -436,7 +397,8 @@ def soon_ready(ahead: Prefetch[Any]) -> bool:
     return True
 
 
-def ask_while_computing() -> None:
+@on_ranks(2)
+def test_ranks_ask_each_other_while_they_compute() -> None:
     """Ranks whose next batches lie ready do not wait for each other; one whose does not has all of them wait."""
     plan, found = replace(DATA_PLAN, epochs=2, shuffle=False), []
     for late in (set(), {1}):
@@ -457,7 +419,8 @@ def ask_while_computing() -> None:
     assert len(found[0]) == 50
 
 
-def read_ahead() -> None:
+@on_ranks(2)
+def test_ranks_read_ahead() -> None:
     """Rows are taken for the batches that `prefetch` says, two at least, and one in the making."""
     for prefetch in (1, 2, 3):
         made: list[int] = []
@@ -481,12 +444,8 @@ def read_ahead() -> None:
         loader.close()
 
 
-def test_ranks_ask_each_other_while_they_compute() -> None:
-    for check in (ask_while_computing, read_ahead):
-        run_ranks(2, check)
-
-
-def few_rows() -> None:
+@on_ranks(3)
+def test_fewer_rows_than_ranks() -> None:
     """Fewer rows than ranks: the others hold a row that does not count."""
     rows = numbers(2)
     pair = small_pair(Plain)
@@ -495,13 +454,10 @@ def few_rows() -> None:
     assert metrics == [pytest.approx(expected, rel=1e-5)]
 
 
-def test_fewer_rows_than_ranks() -> None:
-    run_ranks(3, few_rows)
-
-
-def damaged(root: Path) -> None:
+@on_ranks(2)
+def test_a_damaged_position_is_an_error_on_every_rank(root: Path) -> None:
     pair = small_pair()
-    path = root / "saved"
+    path = root / "damaged"
     save_checkpoint(pair.module, path, optimizer=pair.optimizer, position=Position(0, 1, 1, 8, True, 4, 50))
     dist.barrier()
     file = path / "training" / "raysharding.training.json"
@@ -518,10 +474,6 @@ def damaged(root: Path) -> None:
         dist.barrier()
         with pytest.raises(RayshardingError, match=said):
             load_training(path)
-
-
-def test_a_damaged_position_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(2, damaged, tmp_path)
 
 
 def test_plans_that_no_run_can_have() -> None:
@@ -552,13 +504,10 @@ def steps_of(position: Position | None, **plan: Any) -> int | None:
     return fit_of(replace(DATA_PLAN, **plan), position).data_loader.total_steps
 
 
-def count_steps() -> None:
+@on_ranks(1)
+def test_the_number_of_steps_is_known_where_rows_are_counted() -> None:
     assert steps_of(None) == 21
     assert steps_of(None, max_steps=9) == 9
     where = fit_of(DATA_PLAN).position
     assert steps_of(replace(where, epoch=2, step=3, num_steps=17)) == 21
     assert steps_of(None, source=Stream(list), shuffle=False) is None
-
-
-def test_the_number_of_steps_is_known_where_rows_are_counted() -> None:
-    run_ranks(1, count_steps)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import Split, deal
 from raysharding.distributed.training.forward import Forwarding
-from tests.distributed.training.test_training import Pair
-from tests.spawn import run_ranks
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.test_training import Pair, each
 
 
 class Pairs(nn.Module):
@@ -36,7 +35,7 @@ def forward_pairs(num_rows: int) -> None:
     assert torch.allclose(output.value["scores"], pair.twin(own)["scores"])
 
 
-@pytest.mark.parametrize("num_rows", [4, 8])
-def test_rows_are_found_by_whole_items(num_rows: int) -> None:
+@on_ranks(2)
+def test_rows_are_found_by_whole_items() -> None:
     """With one pair on each rank, another forward has two; with two pairs, one."""
-    run_ranks(2, forward_pairs, num_rows)
+    each(forward_pairs, [(4,), (8,)])

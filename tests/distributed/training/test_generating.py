@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,12 @@ from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard import move_inputs
 from raysharding.distributed.training.generate import generate
+from tests.distributed.checks import on_ranks
 from tests.distributed.training.test_training import Pair
 from tests.distributed.training.training_cases import CASES
-from tests.grid import DEVICES
-from tests.spawn import device_type, run_ranks
+from tests.spawn import device_type
+
+pytest.importorskip("transformers")
 
 
 def generated(module: nn.Module, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -29,7 +30,8 @@ def generated(module: nn.Module, prompts: torch.Tensor, **options: Any) -> torch
     return ids
 
 
-def equal_one_process() -> None:
+@on_ranks(2, sim=(2,))
+def test_ids_equal_one_process() -> None:
     for name in ("llama", "t5"):
         pair, prompts = Pair(CASES[name].build, "sgd"), CASES[name].rows()["input_ids"]
         twin: Any = pair.twin.eval()
@@ -39,7 +41,8 @@ def equal_one_process() -> None:
             assert torch.equal(found, expected.tensor_split(dist.get_world_size())[dist.get_rank()]), (name, options)
 
 
-def sample() -> None:
+@on_ranks(2, sim=(2,))
+def test_sampling() -> None:
     """Each row is a sample of its own; they come again with the seed, and drop-out goes on as without them."""
     pair, prompts = Pair(CASES["llama"].build, "sgd"), CASES["llama"].rows()["input_ids"][:1].repeat(6, 1)
     options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "temperature": 5.0}
@@ -57,7 +60,8 @@ def sample() -> None:
     assert all(one == dropped[0] for one in dropped)
 
 
-def loops() -> None:
+@on_ranks(2, sim=(2,))
+def test_own_generate_loops() -> None:
     """A class's own `generate` may run more forwards on one rank than on another, as Whisper's does."""
     from transformers import LlamaForCausalLM
 
@@ -79,10 +83,11 @@ def loops() -> None:
     expected = twin.generate(parts[dist.get_rank()], max_new_tokens=2)
     found = generated(pair.module, rows["input_ids"], max_new_tokens=2)
     assert torch.equal(found[:, : expected.shape[1]], expected)
-    pair.step(CASES["llama"], rows, None)
+    pair.step(CASES["llama"], rows)
 
 
-def starts() -> None:
+@on_ranks(2, sim=(2,))
+def test_start_tokens() -> None:
     """transformers prepends the start token if none of its rows begins with it; the rows of a rank are not all."""
     pair, prompts = Pair(CASES["t5"].build, "sgd"), CASES["t5"].rows()["input_ids"]
     twin: Any = pair.twin.eval()
@@ -95,10 +100,3 @@ def starts() -> None:
     ids[0, 0] = 0
     with pytest.raises(ValueError, match="rows of some ranks begin with decoder_start_token_id"):
         generated(pair.module, prompts, decoder_input_ids=Split(ids), max_new_tokens=3)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("job", [equal_one_process, sample, loops, starts])
-def test_generate(job: Callable[[], None], device: str) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, job, device=device, timeout_s=110)

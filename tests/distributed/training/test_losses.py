@@ -6,10 +6,9 @@ import copy
 import itertools
 import math
 import random
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,49 +18,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.batch import RankBatch
 from raysharding.config import Sharding
 from raysharding.data import SequenceRows
 from raysharding.data.source import Columns
 from raysharding.distributed.comm import any_rank
 from raysharding.distributed.comm.device_mesh import init_mesh
-from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.recovery import is_recoverable
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.forward import Forwarding
 from raysharding.distributed.training.losses.calls import run_recorded
-from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
+from raysharding.distributed.training.step import train_step
 from raysharding.errors import UnreadableLossError
 from tests.distributed.training.loss_expressions import composed, evaluated
-from tests.distributed.training.loss_forms import (
-    NUM_ROWS,
-    READ,
-    REFUSED,
-    Form,
-    Rows,
-    Scores,
-    Tensors,
-    batch,
-    dealt,
-    last_rows,
-)
-from tests.distributed.training.test_training import full
+from tests.distributed.training.loss_forms import NUM_ROWS, READ, REFUSED, Form, Rows, Scores, Tensors, batch, last_rows
+from tests.distributed.training.test_training import Pair, each
+from tests.distributed.training.training_cases import Case, batch_of
 from tests.spawn import device_type, run_ranks
 
 pytestmark = pytest.mark.all_ranks  # most of its modules are not sharded, and have no mesh
 
 TOLERANCE = 1e-6
 """Of a loss, a norm and a parameter; relative where they are above 1."""
-LR = 0.01
 KINDS = ("open", "uneven", "sparse")
 ORDERS = list(itertools.permutations(KINDS))
-GOOD = READ["cross_entropy"]
 
 
-def of_this_rank(form: Form, columns: Tensors, rows_per_item: int = 1) -> RankBatch:
-    return dealt(columns, dist.get_world_size(), form.dim, rows_per_item)[dist.get_rank()]
+def _gradient(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """All gradients in one dim, zeros where there is none."""
+    return torch.cat([(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in parameters])
 
 
 class Averaging(torch.optim.SGD):
@@ -71,111 +57,70 @@ class Averaging(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        self.norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        whole = _gradient(parameters) / dist.get_world_size()
+        dist.all_reduce(whole)
+        for parameter, part in zip(parameters, whole.split([one.numel() for one in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.norm = whole.double().norm().item()
         super().step(closure)
 
 
-class FormPair:
-    """A module and its one-process twin, for losses of any form.
+class FormPair(Pair):
+    """For losses of any form. A plain module on every rank takes a third of the time of a sharded one."""
 
-    Args:
-        is_sharded: False for a plain module on every rank, whose steps take a third of the time.
-    """
+    tolerance = TOLERANCE
 
-    def __init__(self, *, is_sharded: bool) -> None:
-        self._is_sharded = is_sharded
-        torch.manual_seed(0)
-        self.twin: nn.Module = Scores()
-        self.module: nn.Module = copy.deepcopy(self.twin)
-        if is_sharded:
-            self.module = shard_module(self.module, init_mesh(device_type(), Sharding()), Sharding())
-        self.optimizer = (torch.optim.SGD if is_sharded else Averaging)(self.module.parameters(), lr=LR)
-        self.twin_optimizer = torch.optim.SGD(self.twin.parameters(), lr=LR)
+    def __init__(self, build: Callable[[], nn.Module] = Scores, lr: float = 0.01, is_sharded: bool = True) -> None:
+        super().__init__(build, partial(torch.optim.SGD, lr=lr), is_sharded=is_sharded)
+        if not is_sharded:
+            self.optimizer = Averaging(self.module.parameters(), lr=lr)
 
-    def take(self, form: Form, columns: Tensors, num_parts: int = 1) -> None:
-        """One step of both."""
-        metrics = train_step(
-            self.module,
-            self.optimizer,
-            of_this_rank(form, columns),
-            loss=form,
-            gradient_accumulation_steps=num_parts,
-        )
-        self.expect(metrics, form, columns)
+    def agree(self, metrics: dict[str, float], expected: tuple[float, float]) -> None:
+        norm = self.optimizer.norm if isinstance(self.optimizer, Averaging) else metrics["grad_norm"]
+        assert (metrics["loss"], norm) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
-    def take_pieces(self, form: Form, columns: Tensors, cuts: Sequence[int]) -> None:
-        """One step of both; the module takes the rows in calls of `forward_backward`."""
-        done = Accumulation()
-        zero_grad(self.module, self.optimizer)
-        for start, end in itertools.pairwise(cuts):
-            piece = {name: value[start:end] for name, value in columns.items()}
-            forward_backward(self.module, of_this_rank(form, piece), done, loss=form, sync=end == cuts[-1])
-        self.expect(optim_step(self.module, self.optimizer, done), form, columns)
+    def take(self, case: Case, rows: Tensors, **options: Any) -> None:
+        """A step of both, after which the parameters are equal."""
+        self.step(case, rows, **options)
+        self.compare()
 
-    def expect(self, metrics: dict[str, float], form: Form, columns: Tensors) -> None:
-        """Step the twin, and compare."""
-        self.twin_optimizer.zero_grad()
-        loss = form.of_one_process(self.twin, columns)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.twin.parameters(), math.inf)
-        if isinstance(self.optimizer, Averaging):
-            metrics = {**metrics, "grad_norm": self.optimizer.norm}
-        self.twin_optimizer.step()
-        for name, value in (("loss", loss.item()), ("grad_norm", norm.item())):
-            assert abs(metrics[name] - value) <= TOLERANCE * max(1.0, abs(value)), (name, metrics[name], value)
-
-    def compare(self) -> None:
-        if self._is_sharded:
-            reshard(self.module)
-        twin = dict(self.twin.named_parameters())
-        for name, parameter in self.module.named_parameters():
-            difference = (full(parameter) - twin[name]).abs().max().item()
-            assert difference <= TOLERANCE, f"{name} differs by {difference}"
+    def refuses(self, case: Case, rows: Tensors) -> UnreadableLossError:
+        """The first step is refused, on every rank, and names the way out."""
+        batch = batch_of(rows, case.dim, case.rows_per_item)
+        with pytest.raises(
+            UnreadableLossError, match=r"let loss= return \(sum over the rank's rows, count\)"
+        ) as caught:
+            train_step(self.module, self.optimizer, batch, loss=case.loss)
+        return caught.value
 
 
-def steps(form: Form, kinds: Sequence[str], num_rows: int, is_sharded: bool) -> None:
-    """A step on each batch."""
-    pair = FormPair(is_sharded=is_sharded)
-    for kind in kinds:
-        pair.take(form, last_rows(batch(kind), num_rows))
+def read(name: str, kinds: Sequence[str], num_rows: int, is_sharded: bool) -> None:
+    """A step on each batch; without a number of rows, steps in parts."""
+    pair, form = FormPair(is_sharded=is_sharded), READ[name]
+    if num_rows:
+        for kind in kinds:
+            pair.step(form.case, last_rows(batch(kind), num_rows))
+    else:
+        steps_in_parts(pair, form, kinds)
     pair.compare()
 
 
-def steps_in_parts(form: Form, kinds: Sequence[str], is_sharded: bool) -> None:
+def steps_in_parts(pair: FormPair, form: Form, kinds: Sequence[str]) -> None:
     """Steps in two and in three parts, by `train_step` and by hand."""
-    pair = FormPair(is_sharded=is_sharded)
     for num_parts, kind in zip((2, 3, 3), kinds, strict=True):
-        pair.take(form, batch(kind), num_parts)
+        pair.step(form.case, batch(kind), None, num_parts)
     for kind, cuts in zip(kinds, ([0, 4, 7], [0, 3, 4, 7], [0, 1, 7]), strict=True):
         try:
-            pair.take_pieces(form, batch(kind), cuts)
+            pair.in_calls(form.case, batch(kind), cuts)
         except ValueError as error:
             if not form.several or "terms with counts of their own" not in str(error):
                 raise
             assert all(parameter.grad is None for parameter in pair.module.parameters())
-            pair.take(form, batch(kind))
-    pair.compare()
+            pair.step(form.case, batch(kind))
 
 
 Plan = tuple[str, tuple[str, ...], int, bool]
 """Form, batches, rows in each (0 for all of them, in parts), and whether the module is sharded."""
-
-
-def failures_of(plans: Sequence[Plan]) -> list[str]:
-    failures = []
-    for name, kinds, num_rows, is_sharded in plans:
-        try:
-            if num_rows:
-                steps(READ[name], kinds, num_rows, is_sharded)
-            else:
-                steps_in_parts(READ[name], kinds, is_sharded)
-        except Exception:
-            failures.append(f"{name}, {kinds}, {num_rows} rows, {is_sharded=}:\n{traceback.format_exc()}")
-    return failures
 
 
 def plans_of(world_size: int, *, is_full: bool) -> list[Plan]:
@@ -187,8 +132,7 @@ def plans_of(world_size: int, *, is_full: bool) -> list[Plan]:
     is_whole = is_full and world_size == 2
     for index, name in enumerate(READ):
         some = ORDERS[index % len(ORDERS)]
-        is_sharded = is_whole
-        plans += [(name, order, NUM_ROWS, is_sharded and order == some) for order in (ORDERS if is_whole else [some])]
+        plans += [(name, order, NUM_ROWS, is_whole and order == some) for order in (ORDERS if is_whole else [some])]
         plans += [(name, some, num_rows, False) for num_rows in range(1, world_size) if is_full or index % 3 == 0]
         plans += [
             (name, order, 0, False) for order in (ORDERS[::3] if is_whole else [some]) if is_full or index % 3 == 1
@@ -198,14 +142,9 @@ def plans_of(world_size: int, *, is_full: bool) -> list[Plan]:
     return plans
 
 
-def told(outcomes: Sequence[Sequence[str]]) -> None:
-    for rank, failures in enumerate(outcomes):
-        assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
-
-
 @pytest.mark.timeout(200)
 def test_read_forms_equal_one_process() -> None:
-    told(run_ranks(2, failures_of, plans_of(2, is_full=False), timeout_s=180))
+    run_ranks(2, each, read, plans_of(2, is_full=False), timeout_s=180)
 
 
 @pytest.mark.full
@@ -213,36 +152,27 @@ def test_read_forms_equal_one_process() -> None:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_read_forms_equal_one_process_by_every_number_of_ranks(world_size: int, half: int) -> None:
-    told(run_ranks(world_size, failures_of, plans_of(world_size, is_full=True)[half::2], timeout_s=380))
+    run_ranks(world_size, each, read, plans_of(world_size, is_full=True)[half::2], timeout_s=380)
 
 
 def refuse(name: str, kind: str, num_rows: int, is_sharded: bool) -> None:
     """A form is refused in the first step of a module; the next one is right."""
     pair = FormPair(is_sharded=is_sharded)
-    columns = last_rows(batch(kind), num_rows)
-    with pytest.raises(UnreadableLossError, match=r"let loss= return \(sum over the rank's rows, count\)") as caught:
-        train_step(pair.module, pair.optimizer, of_this_rank(REFUSED[name], columns), loss=REFUSED[name])
-    if is_sharded:
-        assert is_recoverable(caught.value)
-    pair.take(GOOD, batch("uneven"))
+    error = pair.refuses(REFUSED[name].case, last_rows(batch(kind), num_rows))
+    assert is_recoverable(error) or not is_sharded
+    pair.step(READ["cross_entropy"].case, batch("uneven"))
     pair.compare()
 
 
-def refuse_all(kinds: Sequence[tuple[str, int]], sharded: int) -> list[str]:
+def refusals(kinds: Sequence[tuple[str, int]], sharded: int) -> list[tuple[str, str, int, bool]]:
     """Every form on each kind of batch; one of `sharded` on a sharded module."""
-    failures = []
-    for index, (name, (kind, num_rows)) in enumerate(itertools.product(REFUSED, kinds)):
-        is_sharded = index % sharded == 0
-        try:
-            refuse(name, kind, num_rows, is_sharded)
-        except (Exception, pytest.fail.Exception):
-            failures.append(f"{name}, {kind}, {num_rows} rows, {is_sharded=}:\n{traceback.format_exc()}")
-    return failures
+    cases = enumerate(itertools.product(REFUSED, kinds))
+    return [(name, *kind, index % sharded == 0) for index, (name, kind) in cases]
 
 
 @pytest.mark.timeout(200)
 def test_other_forms_are_refused_at_the_first_step_whatever_the_batch() -> None:
-    told(run_ranks(2, refuse_all, [("open", 2), ("equal", 4), ("uneven", NUM_ROWS)], 10, timeout_s=180))
+    run_ranks(2, each, refuse, refusals([("open", 2), ("equal", 4), ("uneven", NUM_ROWS)], 10), timeout_s=180)
 
 
 @pytest.mark.full
@@ -252,7 +182,7 @@ def test_other_forms_are_refused_by_every_number_of_ranks(world_size: int) -> No
     kinds = [("open", world_size), ("equal", world_size * 2), ("equal", 1), ("open", NUM_ROWS), ("sparse", NUM_ROWS)]
     if world_size == 1:  # one row in all is one process's
         kinds = [(kind, num_rows) for kind, num_rows in kinds if num_rows > 1]
-    told(run_ranks(world_size, refuse_all, kinds, 4, timeout_s=380))
+    run_ranks(world_size, each, refuse, refusals(kinds, 4), timeout_s=380)
 
 
 class OwnLoss(nn.Module):
@@ -280,34 +210,30 @@ class OwnLoss(nn.Module):
         return {"loss": self.form.of(scores, Rows(columns)), "scores": scores}
 
 
-def own_losses(names: Sequence[str]) -> list[str]:
+def sharded(twin: nn.Module) -> nn.Module:
+    return shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
+
+
+def own_loss(index: int, name: str) -> None:
     """A model's own loss: of a step, of a forward and of an evaluation in two batches, also with frozen parameters."""
-    failures = []
-    for index, name in enumerate(names):
-        form = READ[name]
-        try:
-            torch.manual_seed(0)
-            twin = OwnLoss(form)
-            module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
-            if index % 3 == 0:
-                module.requires_grad_(False)
-            for kind in ORDERS[index % len(ORDERS)]:
-                columns = batch(kind)
-                own = of_this_rank(form, columns)
-                loss = twin(**columns)["loss"]
-                found = [Forwarding(module).run(own).value["loss"].item(), evaluated_loss(module, None, columns)]
-                if index % 3:
-                    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-                    metrics = train_step(module, optimizer, own)
-                    twin.zero_grad()
-                    loss.backward()
-                    norm = math.hypot(*_gradient(twin))
-                    assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE)
-                    found.append(metrics["loss"])
-                assert found == [pytest.approx(loss.item(), rel=TOLERANCE, abs=TOLERANCE)] * len(found)
-        except Exception:
-            failures.append(f"{name}:\n{traceback.format_exc()}")
-    return failures
+    torch.manual_seed(0)
+    twin = OwnLoss(READ[name])
+    module = sharded(twin)
+    if index % 3 == 0:
+        module.requires_grad_(False)
+    for kind in ORDERS[index % len(ORDERS)]:
+        columns = batch(kind)
+        own = batch_of(columns)
+        loss = twin(**columns)["loss"]
+        found = [Forwarding(module).run(own).value["loss"].item(), evaluated_loss(module, None, columns)]
+        if index % 3:
+            metrics = train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), own)
+            twin.zero_grad()
+            loss.backward()
+            norm = _gradient(twin.parameters()).double().norm().item()
+            assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE)
+            found.append(metrics["loss"])
+        assert found == [pytest.approx(loss.item(), rel=TOLERANCE, abs=TOLERANCE)] * len(found)
 
 
 def evaluated_loss(module: nn.Module, form: Form | None, columns: Tensors) -> float:
@@ -320,40 +246,32 @@ def evaluated_loss(module: nn.Module, form: Form | None, columns: Tensors) -> fl
     return run.values()["loss"]
 
 
-def evaluations(names: Sequence[str]) -> list[str]:
-    """A caller's loss, of trainable and of frozen modules."""
-    failures = []
-    for index, name in enumerate(names):
-        try:
-            torch.manual_seed(0)
-            twin = Scores()
-            module = shard_module(copy.deepcopy(twin), init_mesh(device_type(), Sharding()), Sharding())
-            module.requires_grad_(index % 2 == 0)
-            for kind in KINDS:
-                columns = batch(kind)
-                loss = READ[name].of_one_process(twin, columns).item()
-                assert evaluated_loss(module, READ[name], columns) == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
-        except Exception:
-            failures.append(f"{name}, {index % 2 == 0}:\n{traceback.format_exc()}")
-    return failures
+def evaluation(index: int, name: str) -> None:
+    """A caller's loss, of a trainable or a frozen module."""
+    torch.manual_seed(0)
+    twin = Scores()
+    module = sharded(twin).requires_grad_(index % 2 == 0)
+    for kind in KINDS:
+        loss = READ[name].case.reference(twin, batch(kind)).item()
+        assert evaluated_loss(module, READ[name], batch(kind)) == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
 
 
-ALONG_ROWS = [name for name, form in READ.items() if not form.dim]
-OF_A_MODEL = [name for name in ALONG_ROWS if not READ[name].is_pairs]
+def evaluations_and_own_losses(stride: int) -> None:
+    """Some forms, without those with rows in another dim; a model's loss is a tensor, not a pair."""
+    names = [name for name, form in READ.items() if not form.dim]
+    each(evaluation, enumerate(names[::stride]))
+    each(own_loss, enumerate([name for name in names if not READ[name].is_pairs][::stride]))
 
 
 def test_evaluations_and_models_own_losses() -> None:
-    """Some forms; a model's loss is a tensor, not a pair."""
-    told(run_ranks(2, evaluations, ALONG_ROWS[::6]))
-    told(run_ranks(2, own_losses, OF_A_MODEL[::6]))
+    run_ranks(2, evaluations_and_own_losses, 6)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(370)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_evaluations_and_models_own_losses(world_size: int) -> None:
-    told(run_ranks(world_size, evaluations, ALONG_ROWS, timeout_s=180))
-    told(run_ranks(world_size, own_losses, OF_A_MODEL, timeout_s=180))
+    run_ranks(world_size, evaluations_and_own_losses, 1, timeout_s=360)
 
 
 def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> tuple[str, str, str]:
@@ -371,9 +289,9 @@ def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            loss = form.of_one_process(twin, columns)
+            loss = form.case.reference(twin, columns)
             loss.backward()
-            own = of_this_rank(form, columns)
+            own = batch_of(columns)
             for part in own.parts(num_parts):
                 form(twin(part.kwargs["tokens"]), **part.kwargs)
             is_computable = True
@@ -381,7 +299,7 @@ def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> t
             is_computable = False
         if any_rank(not is_computable):
             return "", "no loss", case
-        expected = [loss.item(), *_gradient(twin)]
+        expected = [loss.item(), *_gradient(twin.parameters()).tolist()]
         optimizer = Averaging(module.parameters(), lr=0.0)
         try:
             metrics = train_step(module, optimizer, own, loss=form, gradient_accumulation_steps=num_parts)
@@ -389,18 +307,13 @@ def compare_one(numbers: random.Random, module: nn.Module, twin: nn.Module) -> t
             return "good" if only_good else "mixed", f"refused: {error}", case
         except Exception as error:
             return "good" if only_good else "mixed", f"{type(error).__name__}: {error}", case
-    found = [metrics["loss"], *_gradient(module)]
+    found = [metrics["loss"], *_gradient(module.parameters()).tolist()]
     if not math.isfinite(math.fsum(expected)):
         return "", "no loss", case
     scale = max(1e-3, *map(abs, expected))
     difference = max(abs(one - other) for one, other in zip(found, expected, strict=True)) / scale
     what = "equal" if difference < 1e-5 else f"differs by {difference:.3g}: {found[0]:.6g} is {expected[0]:.6g}"
     return "good" if only_good else "mixed", what, case
-
-
-def _gradient(module: nn.Module) -> list[float]:
-    parts = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in module.parameters()]
-    return torch.cat([part.flatten() for part in parts]).tolist()
 
 
 def compare_many(num_cases: int, seed: int) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from raysharding.distributed.loading import finish
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import RayshardingError
 from raysharding.models import Adapted, build_module
+from tests.distributed.checks import on_ranks
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
@@ -120,35 +121,35 @@ def test_each_kind_trains_and_saves_as_in_one_process(world_size: int, alone: tu
         assert all(value.any() for key, value in made.items() if "lora_A" in key), case
 
 
+def with_dora(base: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
+    opened = open_checkpoint(base)
+    return shard_module(
+        build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu")
+    ), opened
+
+
 def make_magnitudes(root: Path, dtypes: list[str], fields: dict[str, Any]) -> None:
     for dtype in dtypes:
-        opened = open_checkpoint(root / dtype / "base")
-        module = shard_module(build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu"))
+        module, opened = with_dora(root / dtype / "base", fields)
         load_checkpoint(module, opened)
         save_checkpoint(module, root / dtype / "ours")
 
 
-def make_magnitudes_without_memory(base: Path, fields: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_for_a_layer_of_dora_is_every_ranks_error(root: Path) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    opened = open_checkpoint(base)
-    module: Any = shard_module(
-        build_module(Adapted.of(None, peft.LoraConfig(**fields)), opened, None), init_mesh("cpu")
-    )
+    if dist.get_rank() == 0:
+        ARCHITECTURES["llama"].make().save_pretrained(root / "dora")
+    dist.barrier()
+    module, opened = with_dora(root / "dora", {"r": 2, "use_dora": True, "target_modules": ["q_proj"]})
     with pytest.MonkeyPatch.context() as changed:
         if dist.get_rank() == 1:
             changed.setattr(finish, "full_memory", fails)
         with pytest.raises((RuntimeError, RayshardingError), match="can't allocate memory"):
             load_checkpoint(module, opened)
     load_checkpoint(module, opened)
-
-
-@pytest.mark.timeout(60)
-def test_a_rank_without_memory_for_a_layer_of_dora_is_every_ranks_error(tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].make().save_pretrained(tmp_path)
-    fields = {"r": 2, "use_dora": True, "target_modules": ["q_proj"]}
-    run_ranks(2, make_magnitudes_without_memory, tmp_path, fields, timeout_s=50.0)
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -27,6 +28,7 @@ from raysharding.distributed.fully_shard import shard_module
 from raysharding.distributed.training import Prediction, PredictPlan
 from raysharding.distributed.training.predict_columns import last_logits
 from raysharding.models import InputBounds
+from tests.distributed.checks import on_ranks
 from tests.spawn import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.all_ranks
@@ -91,13 +93,6 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_cases(output: str) -> list[list[tuple[int, Any]]]:
-    """Each case as tables, then the second into files."""
-    found = [run(options) for options in CASES]
-    run({**CASES[1], "output": output})
-    return found
-
-
 def read(output: Path) -> Any:
     """All rows of the files, in the order of the files' names."""
     return pa.concat_tables([pq.read_table(path) for path in sorted(output.glob("part-*.parquet"))])
@@ -108,14 +103,17 @@ def check(columns: Any) -> None:
     assert torch.allclose(torch.tensor(columns["logits"]), expected(), atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_rows_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_rows_are_those_of_one_process(root: Path) -> None:
     """For counts that divide by nothing, more ranks than rows of the last batch, and rows of like length together."""
-    ranks = run_ranks(world_size, run_cases, str(tmp_path / "out"))
-    for case in range(len(CASES)):
-        parts = sorted(part for rank in ranks for part in rank[case])
+    for options in CASES:
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, run(options))
+        parts = sorted(itertools.chain(*ranks))
         check({name: [value for _, one in parts for value in one[name]] for name in ("id", "logits")})
-    check(read(tmp_path / "out").to_pydict())
+    run({**CASES[1], "output": str(root / "rows")})
+    dist.barrier()
+    check(read(root / "rows").to_pydict())
 
 
 class Slow:
@@ -165,25 +163,20 @@ class Anything(nn.Module):
         return self.layer(columns["x"]) + 100 * len(columns)
 
 
-def run_any_name(path: str) -> list[Any]:
+@on_ranks(full=(1,))
+def test_a_model_of_any_names_does_not_get_the_keys(root: Path) -> None:
+    rows = [{"x": [float(number)], "number": number, "name": f"{number}", "text": ""} for number in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), root / "rows.parquet")
     module = shard_module(Anything(), init_mesh("cpu"))
     torch.nn.init.ones_(next(module.parameters()))
-    found = []
-    for source in (DataPath(path), SequenceRows(pq.read_table(path).to_pylist())):
+    for source in (DataPath(str(root / "rows.parquet")), SequenceRows(rows)):
         plan = PredictPlan(source, batch_size=2, keys=("number", "name"))
         prediction = Prediction(plan, torch.device("cpu"), module=module)
         prediction.steps(module, 9)
-        found.append([prediction.finished[0][1].to_pydict(), prediction.dropped])
+        table = {"number": [0, 1, 2], "name": ["0", "1", "2"], "logits": [[100.0], [101.0], [102.0]]}
+        assert prediction.finished[0][1].to_pydict() == table
+        assert prediction.dropped == ("text",)
         prediction.close()
-    return found
-
-
-@pytest.mark.full
-def test_a_model_of_any_names_does_not_get_the_keys(tmp_path: Path) -> None:
-    rows = [{"x": [float(number)], "number": number, "name": f"{number}", "text": ""} for number in range(3)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    table = {"number": [0, 1, 2], "name": ["0", "1", "2"], "logits": [[100.0], [101.0], [102.0]]}
-    assert run_ranks(1, run_any_name, str(tmp_path / "rows.parquet")) == [[[table, ("text",)], [table, ("text",)]]]
 
 
 class Later:
@@ -231,26 +224,26 @@ def run_late(output: str | None, fn: Any) -> Any:
         prediction.close()
 
 
-def test_types_hold_the_values_of_all_batches() -> None:
-    (table,) = run_ranks(1, run_late, None, Later(float))[0]
+@on_ranks(1)
+def test_types_hold_the_values_of_all_batches(root: Path) -> None:
+    (table,) = run_late(None, Later(float))
     kinds = {"key": "string", "later": "string", "empty": "list<item: int64>", "wider": "double"}
     assert {name: str(table.schema.field(name).type) for name in kinds} == kinds
     assert table["key"].to_pylist() == [None if number < 40 else f"{number}" for number in range(NUM_ROWS)]
     assert table["empty"].to_pylist() == [[] if number < 40 else [number] for number in range(NUM_ROWS)]
-    assert re.search(
-        r"fn=Later: no one type holds .*Field wider has incompatible types: int64 vs string",
-        run_ranks(1, run_late, None, Later(str))[0],
-    )
-
-
-def test_a_column_of_a_file_has_a_type_at_once(tmp_path: Path) -> None:
-    """On all ranks, before a file is written; and the data's own have the types of all rows."""
-    for error in run_ranks(2, run_late, str(tmp_path / "out"), Later(float)):
-        assert re.search(r"the column 'later' of fn=Later has only None .*: return a tensor, a NumPy array", error)
-    assert os.listdir(tmp_path / "out") == ["_predict.json"]
-    (error,) = run_ranks(1, run_late, str(tmp_path / "typed"), typed_late)
+    what = "fn=Later: no one type holds .*Field wider has incompatible types: int64 vs string"
+    assert re.search(what, run_late(None, Later(str)))
     what = "the column 'wider' of fn=typed_late holds string, and its type is int64, that of the first batches"
-    assert what in error
+    assert what in run_late(str(root / "typed"), typed_late)
+
+
+@on_ranks(2)
+def test_a_column_of_a_file_has_a_type_at_once(root: Path) -> None:
+    """On all ranks, before a file is written; and the data's own have the types of all rows."""
+    error = run_late(str(root / "late"), Later(float))
+    assert re.search(r"the column 'later' of fn=Later has only None .*: return a tensor, a NumPy array", error)
+    dist.barrier()
+    assert os.listdir(root / "late") == ["_predict.json"]
 
 
 def test_last_position_is_the_last_that_is_not_padding() -> None:

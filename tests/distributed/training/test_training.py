@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,21 +15,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.batch import RankBatch, Split, deal
+from raysharding.batch import RankBatch, deal
 from raysharding.config import Sharding
 from raysharding.distributed.comm.device_mesh import init_mesh
 from raysharding.distributed.fully_shard.internals import reshard
 from raysharding.distributed.fully_shard.recovery import is_recoverable, recover_after
 from raysharding.distributed.fully_shard.shard import shard_module
-from raysharding.distributed.training.step import train_step
-from tests.distributed.training.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
-from tests.grid import needs_sim
-from tests.spawn import device_type, run_ranks
+from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
+from tests.distributed.checks import on_ranks
+from tests.distributed.training.training_cases import CASES, Case, Rows, Scaled, batch_of, part_of, token_mean
+from tests.spawn import device_type
+
+pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
 
 MAIN = ("llama", "t5", "bert_classifier", "token_mean", "sum_and_count", "row_mean")
-"""Cases that also run with AdamW and on fewer rows than ranks."""
+"""Cases that also run with AdamW, on fewer rows than ranks, and in parts."""
 
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
@@ -37,30 +40,59 @@ OPTIMIZERS: Optimizers = {
 }
 
 
-def batch_of(rows: dict[str, torch.Tensor]) -> RankBatch:
-    return deal((), {key: Split(value) for key, value in rows.items()}, dist.get_world_size())[dist.get_rank()]
-
-
 def full(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).cpu()
 
 
-class Pair:
-    """A sharded module and its one-process twin, with an optimizer each."""
+def each(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> None:
+    """Check all cases, also behind one that fails; then raise what was found of each."""
+    failures = []
+    for case in cases:
+        try:
+            check(*case)
+        except (Exception, pytest.fail.Exception):
+            failures.append(f"{case}:\n{traceback.format_exc()}")
+    assert not failures, f"{len(failures)} cases\n" + "\n".join(failures)
 
-    def __init__(self, build: Callable[[], nn.Module], optimizer: str, sharding: Sharding | None = None) -> None:
+
+class Pair:
+    """A module and its one-process twin, with an optimizer each.
+
+    Args:
+        build: Makes the model.
+        optimizer: One of `OPTIMIZERS`, or what makes one of parameters.
+        sharding: Default: over all ranks.
+        is_sharded: False for a plain module on every rank.
+    """
+
+    tolerance = TOLERANCE
+
+    def __init__(
+        self, build: Callable[[], nn.Module], optimizer: Any, sharding: Sharding | None = None, is_sharded: bool = True
+    ) -> None:
         torch.manual_seed(0)
         self.twin = build()
+        self.module = copy.deepcopy(self.twin)
         sharding = sharding or Sharding()
-        self.module = shard_module(copy.deepcopy(self.twin), init_mesh(device_type(), sharding), sharding)
-        self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
-        self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
+        if is_sharded:
+            self.module = shard_module(self.module, init_mesh(device_type(), sharding), sharding)
+        make = OPTIMIZERS.get(optimizer, optimizer)
+        self.optimizer = make(self.module.parameters())
+        self.twin_optimizer = make(self.twin.parameters())
 
-    def step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None, num_parts: int = 1) -> None:
+    def step(
+        self,
+        case: Case,
+        rows: Rows,
+        max_grad_norm: float | None = None,
+        num_parts: int = 1,
+        batch: RankBatch | None = None,
+    ) -> None:
+        """A step of both on all rows, of which a rank has `batch`; default: by `Split`."""
         metrics = train_step(
             self.module,
             self.optimizer,
-            batch_of(rows),
+            batch or batch_of(rows, case.dim, case.rows_per_item),
             loss=case.loss,
             max_grad_norm=max_grad_norm,
             training=case.training,
@@ -68,7 +100,21 @@ class Pair:
         )
         self.agree(metrics, self.twin_step(case, rows, max_grad_norm))
 
-    def twin_step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None) -> tuple[float, float]:
+    def in_calls(
+        self, case: Case, rows: Rows, cuts: Sequence[int], max_grad_norm: float | None = None, sync: bool = False
+    ) -> None:
+        """A step of both; the module takes the rows in calls of `forward_backward`, which reduce if `sync`."""
+        done, calls = Accumulation(), list(itertools.pairwise(cuts))
+        zero_grad(self.module, self.optimizer)
+        for start, end in calls:
+            batch = batch_of(part_of(rows, start, end), case.dim)
+            is_last = end == cuts[-1]
+            options: dict[str, Any] = {"loss": case.loss, "training": case.training, "sync": is_last or sync}
+            assert "loss" in forward_backward(self.module, batch, done, **options)
+        metrics = optim_step(self.module, self.optimizer, done, max_grad_norm=max_grad_norm)
+        self.agree(metrics, self.twin_step(case, rows, max_grad_norm))
+
+    def twin_step(self, case: Case, rows: Rows, max_grad_norm: float | None = None) -> tuple[float, float]:
         """Loss and gradient norm of the twin's step on all rows at once."""
         self.twin.train(case.training)
         self.twin_optimizer.zero_grad()
@@ -78,8 +124,7 @@ class Pair:
         self.twin_optimizer.step()
         return loss.item(), norm.item()
 
-    @staticmethod
-    def agree(metrics: dict[str, float], expected: tuple[float, float]) -> None:
+    def agree(self, metrics: dict[str, float], expected: tuple[float, float]) -> None:
         loss, norm = expected
         assert type(metrics["loss"]) is float
         assert type(metrics["grad_norm"]) is float
@@ -91,11 +136,7 @@ class Pair:
         twin = dict(self.twin.named_parameters())
         for name, parameter in self.module.named_parameters():
             difference = (full(parameter) - twin[name]).abs().max().item()
-            assert difference < TOLERANCE, f"{name} differs by {difference}"
-
-
-def first_rows(rows: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
-    return {key: value[:num_rows] for key, value in rows.items()}
+            assert difference < self.tolerance, f"{name} differs by {difference}"
 
 
 def check(name: str, optimizer: str, num_rows: int, max_grad_norm: float | None, sharding: Sharding | None) -> None:
@@ -103,54 +144,28 @@ def check(name: str, optimizer: str, num_rows: int, max_grad_norm: float | None,
     pair = Pair(case.build, optimizer, sharding)
     rows = case.rows()
     if num_rows < 4 and "labels" in rows:  # keep something that counts among the first rows
-        rows = (
-            {key: value.roll(-3, dims=0) for key, value in rows.items()}
-            if num_rows > 1
-            else {key: value.roll(-4, dims=0) for key, value in rows.items()}
-        )
+        rows = {key: value.roll(-3 if num_rows > 1 else -4, dims=0) for key, value in rows.items()}
     for _ in range(3):
-        pair.step(case, first_rows(rows, num_rows), max_grad_norm)
+        pair.step(case, part_of(rows, 0, num_rows), max_grad_norm)
     pair.compare()
 
 
-def run_all(names: list[str], fewer: list[int]) -> list[str]:
+@on_ranks(2, full=(1, 3, 4), sim=(2,))
+def test_train_step_equals_one_process() -> None:
     """Every case on 7 rows; the main ones also with AdamW, on fewer rows than ranks, under HSDP, and offloaded."""
+    world_size = dist.get_world_size()
+    fewer = {2: [1], 4: [1, 3]}.get(world_size, [])
     plans: list[tuple[str, str, int, float | None, Sharding | None]] = []
-    plans += [(name, "sgd", 7, 0.5, None) for name in names]
+    plans += [(name, "sgd", 7, 0.5, None) for name in (CASES if world_size < 4 else MAIN)]
     plans += [(name, "adamw", 7, None, None) for name in MAIN]
     for num_rows in fewer:
         plans += [(name, "sgd", num_rows, None, None) for name in MAIN]
-    if dist.get_world_size() == 4:
+    if world_size == 4:
         plans.append(("llama", "sgd", 7, 0.5, Sharding(replicate_size=2)))
         plans.append(("token_mean", "adamw", 7, 0.1, Sharding(replicate_size=2)))
     if device_type() != "cpu":
         plans += [(name, "adamw", 7, 0.5, Sharding(cpu_offload=True)) for name in ("llama", "token_mean")]
-    failures = []
-    for plan in plans:
-        try:
-            check(*plan)
-        except Exception:
-            failures.append(f"{plan}:\n{traceback.format_exc()}")
-    return failures
-
-
-FEWER = [
-    pytest.param("cpu", 1, [], marks=pytest.mark.full),
-    ("cpu", 2, [1]),
-    pytest.param("cpu", 3, [], marks=pytest.mark.full),
-    pytest.param("cpu", 4, [1, 3], marks=pytest.mark.full),
-    pytest.param("sim", 2, [1], marks=needs_sim),
-]
-"""Devices, world sizes, and batches with fewer rows than that."""
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("device", "world_size", "fewer"), FEWER)
-def test_train_step_equals_one_process(device: str, world_size: int, fewer: list[int]) -> None:
-    pytest.importorskip("transformers")
-    names = list(CASES if world_size < 4 else MAIN)
-    for rank, failures in enumerate(run_ranks(world_size, run_all, names, fewer, timeout_s=150, device=device)):
-        assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
+    each(check, plans)
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -235,7 +250,7 @@ def fail_at_once() -> None:
     with pytest.raises(ValueError, match=r"different terms \(rank 0: cross_entropy x 1; rank 1: .* x 2;") as caught:
         train_step(pair.module, pair.optimizer, batch_of(rows), loss=of_this_rank)
     assert is_recoverable(caught.value)
-    pair.step(case, rows, None)
+    pair.step(case, rows)
     pair.compare()
     error = ValueError("the caller's")
     # torch refuses to reset a group that is not the root.
@@ -249,32 +264,23 @@ def fail_at_once() -> None:
         assert not recover_after(dead, pair.module)
 
 
-def nothing_counts() -> None:
+def nothing_counts(name: str) -> None:
     """A batch in which no label counts is refused on every rank alike, and leaves the module right."""
-    for build in (llama, t5, bert_classifier):
-        pair = Pair(build, "sgd")
-        name = build.__name__
-        rows = CASES[name].rows()
-        masked = {**rows, "labels": torch.full_like(rows["labels"], -100)}
-        with pytest.raises(ValueError, match="nothing counts in"):
-            train_step(pair.module, pair.optimizer, batch_of(masked))
-        pair.step(CASES[name], rows, None)
-        pair.compare()
+    case = CASES[name]
+    pair, rows = Pair(case.build, "sgd"), case.rows()
+    masked = {**rows, "labels": torch.full_like(rows["labels"], -100)}
+    with pytest.raises(ValueError, match="nothing counts in"):
+        train_step(pair.module, pair.optimizer, batch_of(masked))
+    pair.step(case, rows)
+    pair.compare()
 
 
-def replicated_rows() -> None:
+def replicated_rows(name: str) -> None:
     """Without a `Split` every rank computes all rows; the step is still that of one process."""
-    for name in ("llama", "bert_classifier", "row_mean"):
-        case = CASES[name]
-        pair = Pair(case.build, "sgd")
-        rows = case.rows()
-        batch = deal((), rows, dist.get_world_size())[dist.get_rank()]
-        metrics = train_step(pair.module, pair.optimizer, batch, loss=case.loss)
-        loss = case.reference(pair.twin.train(), rows)
-        loss.backward()
-        pair.twin_optimizer.step()
-        assert abs(metrics["loss"] - loss.item()) < TOLERANCE
-        pair.compare()
+    case = CASES[name]
+    pair, rows = Pair(case.build, "sgd"), case.rows()
+    pair.step(case, rows, batch=deal((), rows, dist.get_world_size())[dist.get_rank()])
+    pair.compare()
 
 
 def refuses_bad_losses() -> None:
@@ -292,16 +298,10 @@ def refuses_bad_losses() -> None:
         train_step(pair.module, pair.optimizer, batch, loss=lambda output, labels: (output.sum(), 0))
 
 
-def run_failures() -> None:
-    for kind in ("forward", "loss", "backward"):
-        fail_then_go_on(kind)
-    fail_at_once()
-    nothing_counts()
-    replicated_rows()
-    refuses_bad_losses()
-
-
-@pytest.mark.timeout(90)
+@on_ranks(3)
 def test_steps_are_right_after_failures() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(3, run_failures, timeout_s=80)
+    each(fail_then_go_on, [("forward",), ("loss",), ("backward",)])
+    fail_at_once()
+    each(nothing_counts, [("llama",), ("t5",), ("bert_classifier",)])
+    each(replicated_rows, [("llama",), ("bert_classifier",), ("row_mean",)])
+    refuses_bad_losses()

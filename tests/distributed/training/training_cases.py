@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from raysharding.batch import RankBatch, Split, deal
 
 NUM_ROWS = 7
 LENGTH = 6
 VOCAB = 31
+Rows = dict[str, torch.Tensor]
 
 
 def _tokens(seed: int = 0) -> torch.Tensor:
@@ -29,92 +34,49 @@ def _masked_labels() -> torch.Tensor:
     return labels
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tiny(name: str, **fields: Any) -> nn.Module:
+    """A model of a class of transformers, by the class's name and fields of its configuration."""
+    import transformers
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
+    cls = getattr(transformers, name)
+    model: nn.Module = cls(cls.config_class(**fields))
+    return model
+
+
+LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 32,
+}  # fmt: skip
+BERT = {
+    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20,
+    "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return tiny("LlamaForCausalLM", num_hidden_layers=2, **LLAMA)
 
 
 def llama_classifier() -> nn.Module:
     """Takes the scores at the last token by an index; at W=2 a rank has as many rows as there are classes."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, num_labels=3, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForSequenceClassification(config)
+    return tiny("LlamaForSequenceClassification", num_hidden_layers=1, num_labels=3, pad_token_id=0, **LLAMA)
 
 
 def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    return tiny("T5ForConditionalGeneration", dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0, **sizes)
 
 
-def _bert_config(**extra: Any) -> Any:
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **extra,
-    )  # fmt: skip
+def bert(task: str, **fields: Any) -> Callable[[], nn.Module]:
+    return partial(tiny, f"BertFor{task}", **BERT, **fields)
 
 
-def bert_classifier() -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    return BertForSequenceClassification(_bert_config(num_labels=3))
-
-
-def bert_regression() -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    return BertForSequenceClassification(_bert_config(num_labels=1, problem_type="regression"))
-
-
-def bert_multi_label() -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    return BertForSequenceClassification(_bert_config(num_labels=3, problem_type="multi_label_classification"))
-
-
-def bert_mlm() -> nn.Module:
-    from transformers import BertForMaskedLM
-
-    return BertForMaskedLM(_bert_config())
-
-
-def bert_tagger() -> nn.Module:
-    from transformers import BertForTokenClassification
-
-    return BertForTokenClassification(_bert_config(num_labels=4))
-
-
-def bert_questions() -> nn.Module:
-    from transformers import BertForQuestionAnswering
-
-    return BertForQuestionAnswering(_bert_config())
+bert_questions = bert("QuestionAnswering")
 
 
 def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=3)
-    return ResNetForImageClassification(config)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1]}
+    return tiny("ResNetForImageClassification", layer_type="basic", num_labels=3, **sizes)
 
 
 class Scaled(nn.Module):
@@ -175,37 +137,57 @@ def doubled(output: Any) -> torch.Tensor:
     return loss
 
 
+def value_of(result: Any) -> torch.Tensor:
+    """The loss that a function returned: a tensor, or pairs of sum and count."""
+    if not isinstance(result, list | tuple):
+        return torch.as_tensor(result)
+    pairs = [result] if len(result) == 2 and not isinstance(result[0], list | tuple) else result
+    parts = [total if count is None else total / count for total, count in pairs]
+    return torch.stack(parts).sum()
+
+
+def turned(rows: Rows, dim: int) -> Rows:
+    """The columns with their rows in another dim, without those that lack it."""
+    return {name: value.transpose(0, dim) for name, value in rows.items() if value.ndim > dim}
+
+
+def part_of(rows: Rows, start: int, end: int) -> Rows:
+    return {name: value[start:end] for name, value in rows.items()}
+
+
+def batch_of(rows: Rows, dim: int = 0, rows_per_item: int = 1) -> RankBatch:
+    """This rank's part."""
+    marked = {name: Split(value, dim, rows_per_item) for name, value in turned(rows, dim).items()}
+    return deal((), marked, dist.get_world_size())[dist.get_rank()]
+
+
 @dataclass(frozen=True)
 class Case:
     """One model, its rows, and how one process computes the loss."""
 
     build: Callable[[], nn.Module]
-    rows: Callable[[], dict[str, torch.Tensor]]
+    rows: Callable[[], Rows] = dict
     loss: Callable[..., Any] | None = None
     training: bool = True
+    dim: int = 0
+    """Where a batch has its rows."""
+    rows_per_item: int = 1
 
-    def reference(self, module: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    def reference(self, module: nn.Module, rows: Rows) -> torch.Tensor:
         """The loss of one process on all rows."""
+        rows = turned(rows, self.dim)
         if self.loss is None or self.loss is doubled:
-            output = module(**rows)
-            loss = output["loss"]
-            return 2 * loss if self.loss is doubled else loss
-        output = module(rows["tokens"])
-        if self.loss is sum_and_count:
-            total, count = sum_and_count(output, **rows)
-            return total / count
-        rest = {key: value for key, value in rows.items() if key != "tokens"}
-        found: Any = self.loss(output, **rest)
-        pairs = [found] if isinstance(found, tuple) else found
-        result: torch.Tensor = sum(one / (count or 1) for one, count in pairs) if isinstance(pairs, list) else found
-        return result
+            loss: torch.Tensor = module(**rows)["loss"]
+            return loss if self.loss is None else 2 * loss
+        rest = rows if self.loss is sum_and_count else {key: value for key, value in rows.items() if key != "tokens"}
+        return value_of(self.loss(module(rows["tokens"]), **rest))
 
 
-def _inputs(labels: Callable[[], torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+def _inputs(labels: Callable[[], torch.Tensor]) -> Callable[[], Rows]:
     return lambda: {"input_ids": _tokens(), "labels": labels()}
 
 
-def _plain(**others: Callable[[], torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+def _plain(**others: Callable[[], torch.Tensor]) -> Callable[[], Rows]:
     return lambda: {"tokens": _tokens(), **{key: make() for key, make in others.items()}}
 
 
@@ -221,12 +203,17 @@ CASES = {
     "llama": Case(llama, _inputs(_masked_labels)),
     "llama_callable": Case(llama, _inputs(_masked_labels), doubled),
     "t5": Case(t5, _inputs(_masked_labels)),
-    "bert_classifier": Case(bert_classifier, _inputs(_classes)),
+    "bert_classifier": Case(bert("SequenceClassification", num_labels=3), _inputs(_classes)),
     "llama_classifier": Case(llama_classifier, _inputs(_classes)),
-    "bert_regression": Case(bert_regression, _inputs(lambda: _floats(NUM_ROWS))),
-    "bert_multi_label": Case(bert_multi_label, _inputs(lambda: _floats(NUM_ROWS, 3))),
-    "bert_mlm": Case(bert_mlm, _inputs(_masked_labels)),
-    "bert_tagger": Case(bert_tagger, _inputs(lambda: _masked_labels().clamp(max=3))),
+    "bert_regression": Case(
+        bert("SequenceClassification", num_labels=1, problem_type="regression"), _inputs(lambda: _floats(NUM_ROWS))
+    ),
+    "bert_multi_label": Case(
+        bert("SequenceClassification", num_labels=3, problem_type="multi_label_classification"),
+        _inputs(lambda: _floats(NUM_ROWS, 3)),
+    ),
+    "bert_mlm": Case(bert("MaskedLM"), _inputs(_masked_labels)),
+    "bert_tagger": Case(bert("TokenClassification", num_labels=4), _inputs(lambda: _masked_labels().clamp(max=3))),
     "bert_questions": Case(
         bert_questions,
         lambda: {
@@ -257,38 +244,22 @@ def gathering(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -output.log_softmax(-1).gather(-1, labels[..., None]).mean()
 
 
-def one_hot(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return -(output.log_softmax(-1) * F.one_hot(labels, VOCAB)).sum(-1).mean()
-
-
 def segformer() -> nn.Module:
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation
-
-    config = SegformerConfig(
+    return tiny(
+        "SegformerForSemanticSegmentation",
         num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[8, 8], num_attention_heads=[1, 1], sr_ratios=[1, 1],
         patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[1, 1], decoder_hidden_size=8, num_labels=5,
     )  # fmt: skip
-    return SegformerForSemanticSegmentation(config)
 
 
-def mobilevit() -> nn.Module:
-    from transformers import MobileViTConfig, MobileViTForSemanticSegmentation
-
-    config = MobileViTConfig(
-        image_size=32, hidden_sizes=[8, 8, 8], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 8], num_attention_heads=1,
-        num_labels=5, aspp_out_channels=8, atrous_rates=[1, 1, 1],
-    )  # fmt: skip
-    return MobileViTForSemanticSegmentation(config)
-
-
-def images() -> dict[str, torch.Tensor]:
+def images() -> Rows:
     numbers = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 5, (4, 32, 32), generator=numbers)
     labels[0], labels[1, :9] = 255, 255
     return {"pixel_values": torch.rand(4, 3, 32, 32, generator=numbers), "labels": labels}
 
 
-def tags() -> dict[str, torch.Tensor]:
+def tags() -> Rows:
     return {
         "tokens": CASES["token_mean"].rows()["tokens"],
         "labels": torch.arange(NUM_ROWS * LENGTH).view(-1, LENGTH) % 9,
