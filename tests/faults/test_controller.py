@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from raysharding.group import GroupState
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, make_mlp, placement_groups
 from tests.controllers import await_state, controlled, controller_pids, new_controller
-from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 
@@ -354,12 +354,6 @@ def test_a_controller_killed_in_a_copy_leaves_the_other_group_usable(
             assert "mixed weights" in str(other.status()["cause"])
             other.restart()
         assert other.forward(Split(ROWS)).shape == (4, 4)
-
-
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
 
 
 LEAVES = """

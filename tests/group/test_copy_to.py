@@ -105,6 +105,13 @@ def pair(llama: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
         yield source, target
 
 
+@pytest.fixture(scope="module")
+def ones(llama: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
+    """Two groups of one rank, for tests that leave both READY."""
+    with start(llama, 1) as source, start(llama, 1) as target:
+        yield source, target
+
+
 def change(step: float) -> None:
     """Change every parameter and buffer of a module, alike at every world size."""
     from raysharding import current_worker
@@ -280,10 +287,10 @@ def controller_of(group: ShardedModelGroup) -> int:
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_controller_that_is_killed_leaves_the_other_group_ready(
-    side: str, is_queued: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
+    side: str, is_queued: bool, ones: tuple[ShardedModelGroup, ShardedModelGroup]
 ) -> None:
     """With the copy in both queues, and while the copy is on its way there."""
-    source, target = groups(llama, 1), groups(llama, 1)
+    source, target = ones
     lost, other = (source, target) if side == "source" else (target, source)
     source.copy_to(target)
     if is_queued:

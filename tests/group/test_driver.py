@@ -35,12 +35,6 @@ from tests.group.standing import (
 RELEASE_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
-
-
 WATCH = """
 from ray.util.placement_group import placement_group_table
 for _ in sys.stdin:

@@ -24,7 +24,7 @@ from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.messages import BegunSave
 from tests.clock import now
 from tests.conftest import make_group
-from tests.group.fit.test_fit_restarts import slow_writes
+from tests.group.fit.runs import slow_writes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

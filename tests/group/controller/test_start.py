@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +24,10 @@ from raysharding.group.controller.start import probe, rank_order, start_ranks
 from raysharding.group.messages import StartPlan
 from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 from raysharding.group.rank.actor import ActorInfo
+from tests import programs
 from tests.clock import now
 from tests.conftest import free_cpus, make_group, placement_groups
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
@@ -207,7 +205,7 @@ print(json.dumps(found))
 @pytest.mark.usefixtures("worker_python")
 def test_ranks_get_the_device_that_ray_gave_them() -> None:
     """Not that of their number on the node; the node's GPUs are seen once each, in order."""
-    done = subprocess.run([sys.executable, "-c", SHARED], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = programs.run(SHARED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["all"] == [["cuda:0", "cuda:0", "cuda:1", "cuda:1"], ["0,1"] * 4]
