@@ -32,6 +32,7 @@ from raysharding import (
 )
 from raysharding.group import GroupState
 from tests.clock import now
+from tests.controllers import await_state
 from tests.models.architectures import ARCHITECTURES
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
@@ -307,7 +308,7 @@ def test_a_controller_that_is_killed_leaves_the_other_group_ready(
     busy.result(30)
     assert other.call(int) == [0]
     assert other.state is GroupState.READY
-    wait_for_state(lost, GroupState.BROKEN)
+    await_state(lost, GroupState.BROKEN, 15)
     lost.restart()
     assert source.copy_to(target).num_bytes
 
@@ -329,13 +330,6 @@ def test_groups_that_do_not_fit_are_told_apart(
     with pytest.raises(PlanError, match="merge=True, but the source has no adapters"):
         source.copy_to(target, merge=True)
     assert source.copy_to(target).num_bytes
-
-
-def wait_for_state(group: ShardedModelGroup, state: GroupState) -> None:
-    until = now() + 15
-    while group.state is not state:
-        assert now() < until, group.state
-        time.sleep(0.02)
 
 
 def break_in_a_copy(
@@ -362,7 +356,7 @@ def test_ranks_that_die_in_a_copy(llama: Path, groups: Callable[..., ShardedMode
     old = target.state_dict()
     source.call(change, 1.0)
     break_in_a_copy(source, target, source, 1, staged=True)
-    wait_for_state(target, GroupState.READY)
+    await_state(target, GroupState.READY, 15)
     assert same(old, target.state_dict())
     source.restart()
     source.call(change, 1.0)

@@ -14,7 +14,7 @@ import pytest
 from raysharding import GroupBrokenError, ShardedModelGroup
 from raysharding.group import GroupState
 from tests import programs
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.controllers import await_state
 from tests.docs.blocks import blocks_of
 from tests.group.calls.test_live_view import view_threads
@@ -45,10 +45,7 @@ def hold_the_gil(seconds: int, began: Path) -> None:
 
 def wait_for_ranks(began: Path) -> None:
     """Wait until both ranks have made their files, and have gone from there into the sleep."""
-    until = now() + 20
-    while len(list(began.iterdir())) < 2:
-        assert now() < until
-        time.sleep(0.02)
+    wait_until(lambda: len(list(began.iterdir())) >= 2, 20, "both ranks have begun", 0.02)
     time.sleep(0.2)
 
 

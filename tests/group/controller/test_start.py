@@ -25,7 +25,7 @@ from raysharding.group.messages import StartPlan
 from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 from raysharding.group.rank.actor import ActorInfo
 from tests import programs
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.conftest import free_cpus, make_group, placement_groups
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -126,7 +126,7 @@ def test_an_interrupted_restart_waits_for_no_resources(checkpoint: Path) -> None
         os.kill(group.ranks[0].pid, signal.SIGKILL)
         with pytest.raises(GroupError):
             group.call(time.sleep, 60)
-        wait_until(lambda: free_cpus() == free)
+        wait_until(lambda: free_cpus() == free, 10, "the ranks' CPUs are free")
         squatter = placement_group([{"CPU": 2}])
         assert squatter.wait(20)
         others = placement_groups()
@@ -134,12 +134,12 @@ def test_an_interrupted_restart_waits_for_no_resources(checkpoint: Path) -> None
             restarting = threading.Thread(target=lambda: raised.append(stopped(group.restart)))
             raised: list[str] = []
             restarting.start()
-            wait_until(lambda: bool(placement_groups() - others))
+            wait_until(lambda: placement_groups() - others, 10, "it waits for room")
             group.interrupt()
             restarting.join(10)
             assert "was stopped" in raised[0]
             assert group.state is GroupState.BROKEN
-            wait_until(lambda: not placement_groups() - others)
+            wait_until(lambda: not placement_groups() - others, 10, "it waits no more")
         finally:
             remove_placement_group(squatter)
         assert group.restart().world_size == 2
@@ -150,13 +150,6 @@ def stopped(restart: Callable[[], object]) -> str:
     with pytest.raises(GroupError) as caught:
         restart()
     return str(caught.value)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    begun = now()
-    while not is_so():
-        assert now() - begun < 10
-        time.sleep(0.05)
 
 
 SHARED = """
