@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 CONTEXT = "--serialized-runtime-env-context="
-PLAIN = {"command_prefix": [], "override_worker_entrypoint": None}
+PLAIN: dict[str, object] = {"command_prefix": [], "override_worker_entrypoint": None}
 
 
 def main(address: str, python: str, program: str, arguments: list[str]) -> None:
