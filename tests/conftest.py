@@ -24,6 +24,7 @@ from raysharding import ShardedModelGroup
 from tests import clock, forking
 from tests.clock import now
 from tests.faults.trap import plain_model
+from tests.group.standing import StandingCluster, standing_cluster
 
 NUM_CPUS = 8
 RELEASE_S = 10.0
@@ -75,6 +76,13 @@ def worker_python() -> Iterator[Path]:
     """The Python of Ray's workers, also named to drivers in processes of their own: see `tests.forking`."""
     with forking.worker_python() as program:
         yield program
+
+
+@pytest.fixture(scope="session")
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
+    """A cluster for drivers in processes of their own, whose tests leave it free."""
+    with standing_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel
 
 import raysharding
 from raysharding.cli import main
+from tests import programs
 from tests.checkpoint.torch_formats.dcp_files import save_with_torch
 from tests.models.architectures import ENCODER
 
@@ -207,7 +208,7 @@ def test_a_users_error_is_one_line(words: list[str], said: str, bert: Path, capf
 
 def test_an_address_that_is_none_is_one_line() -> None:
     # A program of its own: in this one Ray may be connected.
-    done = run_program("-m", "raysharding", "doctor", "--address", "nonsense")
+    done = programs.run("import raysharding.cli; exit(raysharding.cli.main(['doctor', '--address', 'nonsense']))")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "raysharding: Invalid address format: nonsense\n"
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,10 @@ from torch import nn
 from raysharding import FitStep, GroupBrokenError, GroupError, RayshardingError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.group import GroupState
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.conftest import RELEASE_S, make_group, make_mlp, placement_groups
 from tests.controllers import await_state, controlled, controller_pids, new_controller
-from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(180)]
 
@@ -110,10 +110,7 @@ def in_a_save(group: ShardedModelGroup, strike: Strike, folder: Path) -> tuple[G
     group.call(add, 1.0)
     group.call(slow_files, 0.3)
     call = group.save.remote(target, overwrite=True)
-    until = now() + CALL_S
-    while os.listdir(folder) == ["saved"]:
-        assert now() < until, "the save has not begun"
-        time.sleep(0.002)
+    wait_until(lambda: os.listdir(folder) != ["saved"], CALL_S, "the save has not begun", 0.002)
     strike()
     with pytest.raises(GroupError) as caught:
         call.result()
@@ -298,10 +295,7 @@ def test_a_controller_struck_while_the_group_is_made_leaves_nothing(how: How, na
     thread.join()
     # What was placed is taken back before the error is raised.
     assert seen - struck_at[0] < (DEATH_S if how == "kill" else IDLE_S) + RELEASE_S
-    until = now() + RELEASE_S
-    while controller_pids() - before:  # Ray would bring that of a named group back
-        assert now() < until
-        time.sleep(0.05)
+    wait_until(lambda: not (controller_pids() - before), RELEASE_S, "Ray has not brought the controller back")
 
 
 @pytest.mark.full
@@ -354,12 +348,6 @@ def test_a_controller_killed_in_a_copy_leaves_the_other_group_usable(
             assert "mixed weights" in str(other.status()["cause"])
             other.restart()
         assert other.forward(Split(ROWS)).shape == (4, 4)
-
-
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
 
 
 LEAVES = """

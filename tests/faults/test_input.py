@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +11,10 @@ from torch import nn
 
 from raysharding import GroupBrokenError, GroupError, PerRank, ShardedModelGroup, Split, Timeouts
 from raysharding.group import GroupState
+from tests import programs
 from tests.clock import now
 from tests.conftest import make_group
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 3
 
 
@@ -108,7 +106,6 @@ with make_group(sys.argv[1], world_size=1) as group:
 @pytest.mark.full
 @pytest.mark.usefixtures("nothing_left", "worker_python")
 def test_values_larger_than_the_object_store_arrive_or_are_refused(checkpoint: Path) -> None:
-    command = [sys.executable, "-c", LARGER_THAN_THE_STORE, str(checkpoint)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = programs.run(LARGER_THAN_THE_STORE, str(checkpoint))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(("whole", "refused:")), done.stdout

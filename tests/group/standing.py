@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from tests.clock import now
+from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
@@ -101,7 +102,7 @@ def _wait_until_it_answers(head: subprocess.Popen[bytes], port: int, scratch: Pa
         time.sleep(0.1)
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def _end(process: subprocess.Popen[Any] | Program) -> None:
     """Kill a process that the tests started, and what it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -128,32 +129,21 @@ class Driver:
     """A Python program on a standing cluster, which tells JSON lines."""
 
     def __init__(self, cluster: StandingCluster, checkpoint: Path, program: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + program, cluster.address, str(checkpoint), *arguments],
-            cwd=ROOT,
-            env=cluster.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        text = PROLOGUE + program
+        self.process = Program(text, cluster.address, str(checkpoint), *arguments, environment=cluster.environment)
 
     def hear(self) -> dict[str, Any]:
         """Return the next line that it tells; the test's own timeout bounds the wait."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         while line and not line.startswith("{"):  # of Ray, to the program
             line = self.process.stdout.readline()
         if not line:
-            assert self.process.stderr is not None
             raise AssertionError(f"the driver ended: {self.process.stderr.read()}")
         heard: dict[str, Any] = json.loads(line)
         return heard
 
     def say(self, line: str) -> None:
         """Send it a line."""
-        assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 

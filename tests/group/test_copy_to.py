@@ -32,6 +32,7 @@ from raysharding import (
 )
 from raysharding.group import GroupState
 from tests.clock import now
+from tests.controllers import await_state
 from tests.models.architectures import ARCHITECTURES
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
@@ -102,6 +103,13 @@ def groups() -> Iterator[Callable[..., ShardedModelGroup]]:
 def pair(llama: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
     """Two healthy groups of two and three ranks, for tests that leave both READY."""
     with start(llama, 2) as source, start(llama, 3, loading=Loading(dtype=torch.bfloat16)) as target:
+        yield source, target
+
+
+@pytest.fixture(scope="module")
+def ones(llama: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
+    """Two groups of one rank, for tests that leave both READY."""
+    with start(llama, 1) as source, start(llama, 1) as target:
         yield source, target
 
 
@@ -280,10 +288,10 @@ def controller_of(group: ShardedModelGroup) -> int:
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_controller_that_is_killed_leaves_the_other_group_ready(
-    side: str, is_queued: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
+    side: str, is_queued: bool, ones: tuple[ShardedModelGroup, ShardedModelGroup]
 ) -> None:
     """With the copy in both queues, and while the copy is on its way there."""
-    source, target = groups(llama, 1), groups(llama, 1)
+    source, target = ones
     lost, other = (source, target) if side == "source" else (target, source)
     source.copy_to(target)
     if is_queued:
@@ -300,7 +308,7 @@ def test_a_controller_that_is_killed_leaves_the_other_group_ready(
     busy.result(30)
     assert other.call(int) == [0]
     assert other.state is GroupState.READY
-    wait_for_state(lost, GroupState.BROKEN)
+    await_state(lost, GroupState.BROKEN, 15)
     lost.restart()
     assert source.copy_to(target).num_bytes
 
@@ -322,13 +330,6 @@ def test_groups_that_do_not_fit_are_told_apart(
     with pytest.raises(PlanError, match="merge=True, but the source has no adapters"):
         source.copy_to(target, merge=True)
     assert source.copy_to(target).num_bytes
-
-
-def wait_for_state(group: ShardedModelGroup, state: GroupState) -> None:
-    until = now() + 15
-    while group.state is not state:
-        assert now() < until, group.state
-        time.sleep(0.02)
 
 
 def break_in_a_copy(
@@ -355,7 +356,7 @@ def test_ranks_that_die_in_a_copy(llama: Path, groups: Callable[..., ShardedMode
     old = target.state_dict()
     source.call(change, 1.0)
     break_in_a_copy(source, target, source, 1, staged=True)
-    wait_for_state(target, GroupState.READY)
+    await_state(target, GroupState.READY, 15)
     assert same(old, target.state_dict())
     source.restart()
     source.call(change, 1.0)

@@ -21,7 +21,7 @@ import pytest
 
 from raysharding import Timeouts
 from raysharding.group import GroupState
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.group.conftest import make_group
 from tests.group.standing import (
     PROLOGUE,
@@ -33,12 +33,6 @@ from tests.group.standing import (
 )
 
 RELEASE_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
 
 
 WATCH = """
@@ -137,10 +131,7 @@ def test_a_predict_goes_on_after_its_driver_was_killed(
     output = tmp_path / "out"
     with Driver(standing, checkpoint, PREDICT, str(output)) as driver:
         driver.hear()
-        until = now() + 30
-        while len(list(output.glob("*.parquet"))) < 4:
-            assert now() < until
-            time.sleep(0.01)
+        wait_until(lambda: len(list(output.glob("*.parquet"))) >= 4, 30, "four files are written", 0.01)
         driver.kill()
     before = {path: path.stat().st_mtime_ns for path in output.glob("*.parquet")}
     with Driver(standing, checkpoint, PREDICT, str(output)) as driver:

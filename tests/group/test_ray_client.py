@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.group.standing import ROOT, StandingCluster, standing_cluster
+from tests import programs
+from tests.group.standing import StandingCluster
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -78,16 +76,10 @@ group.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster(num_cpus=4) as cluster:
-        yield cluster
-
-
 def run(code: str, standing: StandingCluster, checkpoint: Path) -> str:
     """What a driver says."""
-    command = [sys.executable, "-c", BEGIN + code, standing.client, str(checkpoint)]
-    done = subprocess.run(command, cwd=ROOT, env=standing.environment, capture_output=True, text=True, timeout=200)
+    arguments = (standing.client, str(checkpoint))
+    done = programs.run(BEGIN + code, *arguments, environment=standing.environment, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -97,6 +89,6 @@ def test_a_group_is_made_trained_restarted_and_attached_to(standing: StandingClu
     assert "rank 1 died" in said
     assert re.search(r"then group 'llama': its controller \(node \S+, pid \d+\) died, and the ranks with it", said)
     assert "4 steps in" in said
-    assert "infeasible: even when idle, the cluster has space for 4 ranks" in said
+    assert "infeasible: even when idle, the cluster has space for 8 ranks" in said
     attached = run(ATTACHING, standing, checkpoint)
     assert attached.splitlines()[-1] == said.splitlines()[-1], "the trained weights, without a load"

@@ -15,12 +15,11 @@ from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.group import GroupState
 from tests.conftest import make_group
 from tests.faulty_proxy import Fault
-from tests.group.fit.test_fit import ADAMW, fit, parquet, rows, undisturbed
-from tests.group.fit.test_fit_restarts import Killer
+from tests.group.fit.runs import ADAMW, Killer, fit
 from tests.models.architectures import ARCHITECTURES
 from tests.s3 import CREDENTIALS, S3Server, s3, s3_server
 
-__all__ = ["parquet", "rows", "s3", "s3_server", "undisturbed"]
+__all__ = ["s3", "s3_server"]
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
 

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,9 @@ class Twin:
             torch.testing.assert_close(value, self.module.state_dict()[name], rtol=0, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def training(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
-    with make_group(checkpoint) as group:
-        yield group
+@pytest.fixture
+def training(fresh: ShardedModelGroup) -> ShardedModelGroup:
+    return fresh
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,20 @@ def rows() -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
-    """Two ranks with AdamW."""
-    with make_group(checkpoint, optimizer=partial(torch.optim.AdamW, lr=1e-2)) as group:
-        yield group
-
-
-def test_a_save_holds_the_optimizer(trained: ShardedModelGroup, rows: torch.Tensor, tmp_path: Path) -> None:
+def test_a_save_holds_the_optimizer(fresh: ShardedModelGroup, rows: torch.Tensor, tmp_path: Path) -> None:
     """The next step is the same: in the group that loads its own save, and in one of another world size."""
-    step = partial(trained.train_step, Split(rows), loss=mean_square())
+    step = partial(fresh.train_step, Split(rows), loss=mean_square())
     step()
     step()
-    report = trained.save(tmp_path / "saved")
+    report = fresh.save(tmp_path / "saved")
     assert report is not None
     assert report.num_tensors == 4 + 2 * 4
     expected = step()
-    weights = trained.state_dict()
+    weights = fresh.state_dict()
     step()
-    assert trained.load(tmp_path / "saved").num_tensors == 4
+    assert fresh.load(tmp_path / "saved").num_tensors == 4
     assert step() == expected
-    for name, value in trained.state_dict().items():
+    for name, value in fresh.state_dict().items():
         assert torch.equal(value, weights[name]), name
     factory = partial(torch.optim.AdamW, lr=5.0)  # what was saved wins
     with make_group(tmp_path / "saved", world_size=3, optimizer=factory) as other:
@@ -58,11 +51,11 @@ def test_a_save_holds_the_optimizer(trained: ShardedModelGroup, rows: torch.Tens
         # Nothing of the save came: not the weights either, which are others since the step.
         assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
         assert other.state is GroupState.READY
-    trained.save(tmp_path / "bare", optimizer=False)
+    fresh.save(tmp_path / "bare", optimizer=False)
     assert not (tmp_path / "bare" / "optimizer").exists()
-    before = trained.state_dict()
-    trained.load(tmp_path / "bare")
-    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    before = fresh.state_dict()
+    fresh.load(tmp_path / "bare")
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
 
 
 def two_groups() -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
@@ -74,15 +67,15 @@ def two_groups() -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
     return make
 
 
-def test_a_load_that_does_not_fit_leaves_the_group_ready(trained: ShardedModelGroup, tmp_path: Path) -> None:
-    before = trained.state_dict()
+def test_a_load_that_does_not_fit_leaves_the_group_ready(fresh: ShardedModelGroup, tmp_path: Path) -> None:
+    before = fresh.state_dict()
     save_file({"other": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(PlanError, match="missing from the checkpoint"):
-        trained.load(tmp_path)
+        fresh.load(tmp_path)
     with pytest.raises(CheckpointError):
-        trained.load(tmp_path / "none")
-    assert trained.state is GroupState.READY
-    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+        fresh.load(tmp_path / "none")
+    assert fresh.state is GroupState.READY
+    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
 
 
 def backward(rows: torch.Tensor) -> None:
@@ -94,10 +87,10 @@ def backward(rows: torch.Tensor) -> None:
     module(rows).square().sum().backward()
 
 
-def test_gradients_are_clipped(trained: ShardedModelGroup, checkpoint: Path, rows: torch.Tensor) -> None:
-    trained.load(checkpoint)
-    trained.call(by_value(backward), rows)
-    norm = trained.clip_grad_norm_(None)
+def test_gradients_are_clipped(fresh: ShardedModelGroup, checkpoint: Path, rows: torch.Tensor) -> None:
+    fresh.load(checkpoint)
+    fresh.call(by_value(backward), rows)
+    norm = fresh.clip_grad_norm_(None)
     weights = load_file(checkpoint)
     hidden = torch.nn.functional.linear(rows, weights["0.weight"].requires_grad_(), weights["0.bias"].requires_grad_())
     output = torch.nn.functional.linear(
@@ -106,15 +99,15 @@ def test_gradients_are_clipped(trained: ShardedModelGroup, checkpoint: Path, row
     output.square().sum().backward()
     expected = torch.nn.utils.get_total_norm([value.grad for value in weights.values() if value.grad is not None])
     assert norm == pytest.approx(expected.item(), rel=1e-5)
-    assert trained.clip_grad_norm_(norm / 4) == pytest.approx(norm)
-    assert trained.clip_grad_norm_(None) == pytest.approx(norm / 4, rel=1e-4)
-    largest = trained.clip_grad_norm_(None, float("inf"))
+    assert fresh.clip_grad_norm_(norm / 4) == pytest.approx(norm)
+    assert fresh.clip_grad_norm_(None) == pytest.approx(norm / 4, rel=1e-4)
+    largest = fresh.clip_grad_norm_(None, float("inf"))
     assert 0 < largest < norm
     for bad, said in (((1.0, 0.0), "norm_type"), ((-1.0,), "max_norm"), ((float("nan"),), "max_norm")):
         with pytest.raises(ValueError, match=said) as raised:
-            trained.clip_grad_norm_(*bad)
+            fresh.clip_grad_norm_(*bad)
         assert not isinstance(raised.value, GroupError), "before the ranks"
-    assert trained.state is GroupState.READY
+    assert fresh.state is GroupState.READY
 
 
 def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,10 +134,10 @@ def summed() -> Callable[[], tuple[tuple[int, ...], float]]:
     return look
 
 
-def test_full_parameters_inside_a_call(trained: ShardedModelGroup, checkpoint: Path) -> None:
-    trained.load(checkpoint)
+def test_full_parameters_inside_a_call(fresh: ShardedModelGroup, checkpoint: Path) -> None:
+    fresh.load(checkpoint)
     expected = load_file(checkpoint)["0.weight"]
-    for shape, total in trained.call(summed()):
+    for shape, total in fresh.call(summed()):
         assert shape == (16, 8)
         assert total == pytest.approx(expected.sum().item(), abs=1e-4)
-    assert torch.equal(trained.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))
+    assert torch.equal(fresh.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))

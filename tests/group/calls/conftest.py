@@ -1,4 +1,4 @@
-"""A cluster for drivers in processes of their own, and one of them that has a group, for all files here."""
+"""A driver in a process of its own that has a group, for all files here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.group.standing import Driver, StandingCluster, standing_cluster
-
-
-@pytest.fixture(scope="package")
-def standing(worker_python: Path) -> Iterator[StandingCluster]:
-    with standing_cluster() as cluster:
-        yield cluster
-
+from tests.group.standing import Driver, StandingCluster
 
 MINE = """
 from tests.group.calls.test_queue import noted

@@ -22,9 +22,9 @@ from raysharding.group import GroupState
 from raysharding.group.calls import collect_rank0, pending_saves
 from raysharding.group.calls.pending_saves import PendingSaves
 from raysharding.group.messages import BegunSave
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.conftest import make_group
-from tests.group.fit.test_fit_restarts import slow_writes
+from tests.group.fit.runs import slow_writes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -198,17 +198,11 @@ def test_a_full_disk_ends_a_fit_with_one_error(trained: ShardedModelGroup, small
 
 
 def broken(group: ShardedModelGroup) -> None:
-    until = now() + 30
-    while group.state is not GroupState.BROKEN:
-        assert now() < until
-        time.sleep(0.02)
+    wait_until(lambda: group.state is GroupState.BROKEN, 30, "the group is broken", 0.02)
 
 
 def appears(folder: Path, pattern: str) -> None:
-    until = now() + 30
-    while not list(folder.glob(pattern)):
-        assert now() < until
-        time.sleep(0.005)
+    wait_until(lambda: list(folder.glob(pattern)), 30, "a file is there", 0.005)
 
 
 @contextlib.contextmanager

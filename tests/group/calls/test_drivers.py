@@ -18,7 +18,7 @@ from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.calls.conftest import ask
 from tests.group.conftest import make_group
-from tests.group.fit.test_fit_restarts import slow_writes
+from tests.group.fit.runs import slow_writes
 from tests.group.standing import Driver, StandingCluster, seconds_until_gone
 
 pytestmark = pytest.mark.timeout(180)

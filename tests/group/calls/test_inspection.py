@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,18 +13,17 @@ import pytest
 
 from raysharding import GroupBrokenError, ShardedModelGroup
 from raysharding.group import GroupState
-from tests.clock import now
+from tests import programs
+from tests.clock import now, wait_until
 from tests.controllers import await_state
 from tests.docs.blocks import blocks_of
 from tests.group.calls.test_live_view import view_threads
 from tests.group.conftest import make_group
-from tests.group.standing import ROOT
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def print_and_sleep(seconds: float, began: Path | None = None) -> None:
-    import sys
     import tempfile
     import time
 
@@ -47,10 +45,7 @@ def hold_the_gil(seconds: int, began: Path) -> None:
 
 def wait_for_ranks(began: Path) -> None:
     """Wait until both ranks have made their files, and have gone from there into the sleep."""
-    until = now() + 20
-    while len(list(began.iterdir())) < 2:
-        assert now() < until
-        time.sleep(0.02)
+    wait_until(lambda: len(list(began.iterdir())) >= 2, 20, "both ranks have begun", 0.02)
     time.sleep(0.2)
 
 
@@ -187,8 +182,7 @@ cluster.shutdown()
 @pytest.mark.usefixtures("worker_python")
 @pytest.mark.full
 def test_of_a_rank_on_another_node(checkpoint: Path) -> None:
-    command = [sys.executable, "-c", ON_ANOTHER_NODE, str(checkpoint)]
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    done = programs.run(ON_ANOTHER_NODE, str(checkpoint), environment=environment)
     assert done.returncode == 0, done.stderr
     assert "GroupError cannot read the log of rank 1 on node" in done.stdout, done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).resolve().parents[3]
 CONNECT = """
 import ray
@@ -47,8 +49,11 @@ except PlacementError as error:
 def connect(environment: dict[str, str], code: str = CONNECT, before: Sequence[str] = ()) -> str:
     """What `connect` says under these variables in place of this process's own."""
     others = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR")}
-    command = [*before, sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=others | environment, capture_output=True, text=True, timeout=60)
+    if before:
+        command = [*before, sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=others | environment, capture_output=True, text=True, timeout=60)
+    else:
+        done = programs.run(code, environment=others | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

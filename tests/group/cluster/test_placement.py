@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from raysharding import CheckpointError, Placement, PlacementError, PlanError, S
 from raysharding.group.cluster import ask_nodes, choose_ranks, cluster_cpus, placement, reserve, wait_placed
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.spec import GroupSpec
-from tests import forking
+from tests import forking, programs
 from tests.clock import now
 from tests.group.conftest import NUM_CPUS, make_group, make_mlp
 from tests.group.standing import Driver, standing_cluster
@@ -146,8 +145,7 @@ print(json.dumps(found))
 @pytest.mark.full
 @pytest.mark.parametrize("num_gpus", [1, 8])
 def test_what_a_cluster_with_so_many_gpus_gets(num_gpus: int, checkpoint: Path) -> None:
-    command = [sys.executable, "-c", CHOICES, str(num_gpus), str(checkpoint)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = programs.run(CHOICES, str(num_gpus), str(checkpoint))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["default"] == ["cuda", num_gpus]
@@ -196,7 +194,7 @@ cluster.shutdown()  # else Ray's file with its address stays, which later progra
 
 @pytest.mark.full
 def test_a_node_that_was_lost_may_come_back() -> None:
-    done = subprocess.run([sys.executable, "-c", NODES], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = programs.run(NODES)
     assert done.returncode == 0, done.stderr
     refused, placed, waited = json.loads(done.stdout.splitlines()[-1])
     assert "cannot be placed; infeasible: even when idle, the cluster has space for 2 ranks" in refused
@@ -392,9 +390,8 @@ def test_a_model_that_does_not_fit_waits_neither_for_actors_nor_for_room(tmp_pat
 
 
 def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BEFORE_RAY, misfit(tmp_path)]
     alone = os.environ | {"RAY_ADDRESS": "local"}  # another cluster of the machine would be joined
-    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=100)
+    done = programs.run(BEFORE_RAY, misfit(tmp_path), environment=alone)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,8 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -26,6 +24,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import Call, GroupState
+from tests import programs
 from tests.clock import now
 from tests.faults.trap import slow_reads
 from tests.group.conftest import make_group
@@ -154,9 +153,7 @@ ray.shutdown()
 @pytest.mark.full
 @pytest.mark.usefixtures("worker_python")
 def test_a_group_whose_ray_is_gone_is_shut_down_at_once(checkpoint: Path) -> None:
-    command = [sys.executable, "-c", NEW_RAY, str(checkpoint)]
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    done = programs.run(NEW_RAY, str(checkpoint))
     assert done.returncode == 0, done.stderr
 
 

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +24,10 @@ from raysharding.group.controller.start import probe, rank_order, start_ranks
 from raysharding.group.messages import StartPlan
 from raysharding.group.rank import CONCURRENCY_GROUPS, RankActor, Title
 from raysharding.group.rank.actor import ActorInfo
-from tests.clock import now
+from tests import programs
+from tests.clock import now, wait_until
 from tests.conftest import free_cpus, make_group, placement_groups
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
@@ -128,7 +126,7 @@ def test_an_interrupted_restart_waits_for_no_resources(checkpoint: Path) -> None
         os.kill(group.ranks[0].pid, signal.SIGKILL)
         with pytest.raises(GroupError):
             group.call(time.sleep, 60)
-        wait_until(lambda: free_cpus() == free)
+        wait_until(lambda: free_cpus() == free, 10, "the ranks' CPUs are free")
         squatter = placement_group([{"CPU": 2}])
         assert squatter.wait(20)
         others = placement_groups()
@@ -136,12 +134,12 @@ def test_an_interrupted_restart_waits_for_no_resources(checkpoint: Path) -> None
             restarting = threading.Thread(target=lambda: raised.append(stopped(group.restart)))
             raised: list[str] = []
             restarting.start()
-            wait_until(lambda: bool(placement_groups() - others))
+            wait_until(lambda: placement_groups() - others, 10, "it waits for room")
             group.interrupt()
             restarting.join(10)
             assert "was stopped" in raised[0]
             assert group.state is GroupState.BROKEN
-            wait_until(lambda: not placement_groups() - others)
+            wait_until(lambda: not placement_groups() - others, 10, "it waits no more")
         finally:
             remove_placement_group(squatter)
         assert group.restart().world_size == 2
@@ -152,13 +150,6 @@ def stopped(restart: Callable[[], object]) -> str:
     with pytest.raises(GroupError) as caught:
         restart()
     return str(caught.value)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    begun = now()
-    while not is_so():
-        assert now() - begun < 10
-        time.sleep(0.05)
 
 
 SHARED = """
@@ -207,7 +198,7 @@ print(json.dumps(found))
 @pytest.mark.usefixtures("worker_python")
 def test_ranks_get_the_device_that_ray_gave_them() -> None:
     """Not that of their number on the node; the node's GPUs are seen once each, in order."""
-    done = subprocess.run([sys.executable, "-c", SHARED], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = programs.run(SHARED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["all"] == [["cuda:0", "cuda:0", "cuda:1", "cuda:1"], ["0,1"] * 4]

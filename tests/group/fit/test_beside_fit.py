@@ -16,19 +16,7 @@ import torch
 from raysharding import CallCancelledError, FitStep, GroupBrokenError, GroupError, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group
-from tests.group.fit.test_fit import (
-    ADAMW,
-    BATCH,
-    alone,
-    collate,
-    few_steps_a_call,
-    fit,
-    fresh,
-    regression,
-    trained,
-)
-
-__all__ = ["few_steps_a_call", "fresh", "trained"]
+from tests.group.fit.runs import ADAMW, BATCH, alone, collate, fit, regression
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

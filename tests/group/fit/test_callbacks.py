@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,16 @@ import torch
 
 from raysharding import ShardedModelGroup
 from raysharding.callbacks import MLflow, TensorBoard, Tracker, WeightsAndBiases
-from tests.conftest import make_group
-from tests.group.fit.test_fit import regression
+from tests.group.fit.runs import regression
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 DATA = {"input": torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), "target": torch.zeros(6)}
 
 
-@pytest.fixture(scope="module")
-def group(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
-    with make_group(checkpoint, optimizer=partial(torch.optim.AdamW, lr=1e-2)) as group:
-        yield group
+@pytest.fixture
+def group(fresh: ShardedModelGroup) -> ShardedModelGroup:
+    return fresh
 
 
 def losses_of(group: ShardedModelGroup, *callbacks: Any) -> list[float]:

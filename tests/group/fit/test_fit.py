@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,111 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, Scheduled, ShardedModelGroup
 from raysharding.config import Loading
 from raysharding.group import GroupState
-from raysharding.group.fit import run as fit_run
 from raysharding.group.fit.datasets import dataset_handle
 from tests.conftest import make_group, make_mlp
+from tests.group.fit.runs import ADAMW, BATCH, NUM_ROWS, alone, collate, fit, regression
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-NUM_ROWS = 50
-BATCH = 7
-"""8 steps an epoch, the last with one row."""
-
-
-def regression() -> Callable[..., torch.Tensor]:
-    """A loss that pickles by value: the mean over rows."""
-
-    def loss(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
-        return (output.mean(dim=1) - target).square().mean()
-
-    return loss
-
-
-def collate(dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """One positional argument of the model, and one of the loss."""
-
-    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
-        return {
-            "input": torch.tensor([list(row["x"]) for row in rows], dtype=dtype),
-            "target": torch.tensor([row["y"] for row in rows], dtype=dtype),
-        }
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    random = torch.Generator().manual_seed(3)
-    inputs = torch.randn(NUM_ROWS, 8, generator=random)
-    return [{"x": one.tolist(), "y": float(one.sum() / 8)} for one in inputs]
-
-
-@pytest.fixture(scope="module")
-def parquet(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=9)
-    return path
-
-
-def fit(group: ShardedModelGroup, data: Any, **options: Any) -> Any:
-    dataset_handle = {"batch_size": BATCH, "loss": regression(), "collate_fn": collate()}
-    return group.fit(data, **{**dataset_handle, **options})
-
-
-def alone(weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int) -> list[float]:
-    """Losses of one process on the same rows in order."""
-    return trained_alone(weights, rows, epochs)[1]
-
-
-def trained_alone(
-    weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int
-) -> tuple[nn.Module, list[float]]:
-    """Return one process's module and its losses after epochs of the same rows in order."""
-    module = make_mlp()()
-    module.load_state_dict(weights)
-    optimizer = ADAMW(module.parameters())
-    losses = []
-    for _ in range(epochs):
-        for start in range(0, len(rows), BATCH):
-            batch = collate()(rows[start : start + BATCH])
-            loss = regression()(module(batch["input"]), target=batch["target"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return module, losses
-
-
-@pytest.fixture
-def few_steps_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the driver hear of five steps at most at once, so that a short run can break in its middle."""
-    monkeypatch.setattr(fit_run, "_MAX_STEPS", 5)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(reference: nn.Module, rows: list[dict[str, Any]]) -> list[float]:
-    """Losses of one process over four epochs of `rows` in order."""
-    return alone(reference.state_dict(), rows, 4)
-
-
-@pytest.fixture(scope="module")
-def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
-    with make_group(checkpoint) as group:
-        yield group
-
-
-@pytest.fixture
-def fresh(trained: ShardedModelGroup, checkpoint: Path) -> ShardedModelGroup:
-    trained.load(checkpoint)
-    trained.set_optimizer(ADAMW)
-    return trained
 
 
 @pytest.mark.parametrize("who", ["from_checkpoint", "set_optimizer", "fit"])

@@ -29,24 +29,18 @@ from raysharding.group import GroupState
 from raysharding.group.fit.evaluations import Evaluations
 from raysharding.group.fit.run import FitRun
 from tests.conftest import make_group
-from tests.group.fit.test_fit import (
+from tests.group.fit.runs import (
     ADAMW,
     BATCH,
+    Killer,
     collate,
-    few_steps_a_call,
     fit,
-    fresh,
-    near,
-    parquet,
+    noisy_collate,
     regression,
-    rows,
-    trained,
+    slow_writes,
     trained_alone,
-    written,
 )
-from tests.group.fit.test_fit_restarts import Killer, noisy_collate, slow_writes
-
-__all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained"]
+from tests.group.fit.test_fit import near, written
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -34,37 +34,9 @@ from raysharding.group import GroupState
 from raysharding.group.calls.client import Client
 from raysharding.group.fit.run import FitRun
 from tests.conftest import make_group
-from tests.group.fit.test_fit import (
-    ADAMW,
-    BATCH,
-    NUM_ROWS,
-    collate,
-    few_steps_a_call,
-    fit,
-    fresh,
-    parquet,
-    regression,
-    rows,
-    trained,
-    undisturbed,
-)
-
-__all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained", "undisturbed"]
+from tests.group.fit.runs import ADAMW, BATCH, NUM_ROWS, Killer, collate, fit, noisy_collate, regression, slow_writes
 
 pytestmark = [pytest.mark.usefixtures("cluster", "few_steps_a_call"), pytest.mark.timeout(180)]
-
-
-class Killer:
-    """A callback that ends a rank's process, once, after a step."""
-
-    def __init__(self, step: int, rank: int) -> None:
-        self.step, self.rank = step, rank
-        self.group: ShardedModelGroup | None = None
-
-    def __call__(self, step: FitStep) -> None:
-        if step.num_steps == self.step and self.group is not None:
-            os.kill(self.group.ranks[self.rank].pid, signal.SIGKILL)
-            self.group = None
 
 
 def train(group: ShardedModelGroup) -> None:
@@ -90,17 +62,6 @@ def test_what_is_in_no_file_is_saved_first(
         assert report.num_restarts == 1
         assert report.history["loss"] == pytest.approx(whole, abs=1e-6)
     assert sorted(os.listdir(tmp_path / "saves")) == ["step-0", "step-8"]
-
-
-def noisy_collate() -> Callable[..., Any]:
-    """One that draws from the rank's generator."""
-    plain = collate()
-
-    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
-        made: dict[str, torch.Tensor] = plain(rows)
-        return made | {"input": made["input"] + torch.randn_like(made["input"])}
-
-    return make
 
 
 def test_generators_go_back_to_where_the_run_began(fresh: ShardedModelGroup, checkpoint: Path, parquet: Path) -> None:
@@ -244,25 +205,6 @@ def test_replicas_save_in_the_background_and_go_on(checkpoint: Path, parquet: Pa
         report = fit(group, parquet, epochs=4, callbacks=[killer], **saves)
         assert report.num_restarts == 1
     assert sorted(os.listdir(tmp_path)) == ["step-30", "step-32"]
-
-
-def slow_writes(seconds: float) -> Callable[[], None]:
-    """Pickles by value: makes this rank's disk slow."""
-
-    def slow() -> None:
-        import time
-
-        from raysharding.checkpoint.writing import FileWriter
-
-        quick = FileWriter.write_at
-
-        def write_at(self: Any, *args: Any) -> None:
-            time.sleep(seconds)
-            quick(self, *args)
-
-        setattr(FileWriter, "write_at", write_at)  # noqa: B010
-
-    return slow
 
 
 @pytest.mark.full

@@ -19,9 +19,8 @@ from raysharding.checkpoint.writing import create_staging
 from raysharding.group import GroupState
 from raysharding.group.calls import progress
 from tests.conftest import make_group
-from tests.group.fit.test_fit import ADAMW, fit, fresh, parquet, rows, trained
+from tests.group.fit.runs import ADAMW, fit
 
-__all__ = ["fresh", "parquet", "rows", "trained"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RUN: dict[str, Any] = {"epochs": 3, "shuffle": True}

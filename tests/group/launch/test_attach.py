@@ -27,7 +27,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import GroupState
-from tests.clock import now
+from tests.clock import wait_until
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -57,10 +57,7 @@ def doomed(nothing_left: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
     group = make_group(checkpoint, name="doomed", timeouts=Timeouts(drain_s=1.0))
     yield group
     group.shutdown()
-    until = now() + 10.0
-    while "doomed" in names():
-        assert now() < until
-        time.sleep(0.05)
+    wait_until(lambda: "doomed" not in names(), 10.0, "the name is free")
 
 
 def names() -> set[str]:
@@ -93,10 +90,7 @@ def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: 
         del other
         gc.collect()
     assert tuple(group.call(os.getpid)) == lasting
-    until = now() + 10.0
-    while callback_threads() - before:
-        assert now() < until, "the thread of a handle that is gone ends"
-        time.sleep(0.01)
+    wait_until(lambda: not (callback_threads() - before), 10.0, "the thread of a handle that is gone ends", 0.01)
     with pytest.raises(ValueError, match=r"name='none': no group of that name .* its groups are: 'llama'"):
         ShardedModelGroup.attach("none")
     with pytest.raises(ValueError, match=r"name='llama': a group of that name .* ShardedModelGroup.attach\('llama'\)"):
@@ -198,10 +192,7 @@ def test_any_driver_renews_the_lease_and_the_group_ends_without_one(checkpoint: 
     time.sleep(2.0)
     assert second.call(int) == [0, 0]
     second._client.detach()
-    until = now() + 10.0
-    while "doomed" in names():
-        assert now() < until
-        time.sleep(0.05)
+    wait_until(lambda: "doomed" not in names(), 10.0, "the name is free")
 
 
 @pytest.mark.parametrize(

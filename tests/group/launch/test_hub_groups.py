@@ -9,8 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch import nn
 from raysharding import CheckpointError, Loading, Placement, ShardedModelGroup, Split
 from raysharding.group.cluster import read_record
 from raysharding.group.launch.spec import GroupSpec
+from tests import programs
 from tests.hub import TOKEN, HubServer, hub, read_environment
 from tests.models.architectures import ARCHITECTURES
 
@@ -206,9 +205,8 @@ for given, options in (("org/lama", {{}}), ("{ID}", {{"revision": "v9"}}), ("/x"
         print(type(error).__name__, error, ray.is_initialized(), sep="|")
 """
     env = os.environ | {"RAY_TMPDIR": str(tmp_path)}  # where a cluster that it could join would be written down
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True, env=env
-    )
+    ran = programs.run(script, environment=env)
+    assert ran.returncode == 0, ran.stderr
     wanted = (
         "CheckpointError.*no such model",
         "CheckpointError.*no revision 'v9'",

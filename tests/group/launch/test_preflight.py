@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from raysharding.group.launch.preflight import (
 )
 from raysharding.group.ranks import RankInfo
 from raysharding.units import MIB
+from tests import programs
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -160,8 +159,7 @@ cluster.shutdown()
 def test_a_cluster_over_loopback_addresses_is_no_cluster(checkpoint: Path) -> None:
     # Two raylets with addresses of their own, which are real, and which no other machine could reach.
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", TWO_NODES, str(checkpoint)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = programs.run(TWO_NODES, str(checkpoint), environment=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     for ip in ("127.0.0.2", "127.0.0.3"):
         what = f"error: interface: node {ip}: its address is the loopback interface's (lo), which no other node"

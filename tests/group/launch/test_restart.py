@@ -29,7 +29,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import GroupState
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.group.conftest import make_group, rank_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -267,10 +267,7 @@ def test_a_load_that_overtakes_a_save_on_the_driver_is_the_older_one(checkpoint:
         group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
         held.may_go.set()
         saving.join(10.0)
-        until = now() + 10.0
-        while len(ended) < 2:
-            assert now() < until
-            time.sleep(0.01)
+        wait_until(lambda: len(ended) >= 2, 10.0, "both calls have ended", 0.01)
         newest = {"save": save, "load": other}[ended[-1]]
         os.kill(group.ranks[1].pid, signal.SIGKILL)
         with pytest.raises(GroupError, match="rank 1 died"):

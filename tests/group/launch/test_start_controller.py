@@ -15,7 +15,7 @@ import torch
 
 from raysharding import GroupBrokenError, GroupError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import open_checkpoint
-from tests.clock import now
+from tests.clock import wait_until
 from tests.conftest import make_mlp
 from tests.controllers import controller_pids, new_controller
 from tests.group.conftest import make_group
@@ -98,10 +98,7 @@ def test_replace_ends_a_group_that_is_being_made(checkpoint: Path, tmp_path: Pat
 
     making = threading.Thread(target=make_first)
     making.start()
-    until = now() + 60.0
-    while not began.exists():
-        assert now() < until
-        time.sleep(0.01)
+    wait_until(began.exists, 60.0, "the model is built", 0.01)
     with pytest.raises(ValueError, match="driver is still making it"):
         ShardedModelGroup.attach("again")
     with make_group(checkpoint, name="again", replace=True) as group:

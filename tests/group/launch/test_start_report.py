@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from raysharding import ShardedModelGroup
+from tests import programs
 from tests.conftest import make_group
 from tests.models.architectures import ARCHITECTURES
 
@@ -43,16 +42,17 @@ def test_phases_sum_to_the_whole_and_name_their_parts(
 
 def test_the_model_is_imported_beside_other_work(tmp_path: Path) -> None:
     """And nothing but the import: an error is `build`'s to raise."""
-    ARCHITECTURES["llama"].make().save_pretrained(tmp_path)
+    ARCHITECTURES["gpt-neox"].make().save_pretrained(tmp_path)
     program = """
 import sys
 from dataclasses import replace
 from raysharding.checkpoint import open_checkpoint
 from raysharding.group.rank.commands import import_code
 opened = open_checkpoint(sys.argv[1])
-import_code(None, replace(opened, config={"architectures": ["NoModel"], "model_type": "llama"}).to_json())
-assert "transformers.models.llama.modeling_llama" not in sys.modules
+import_code(None, replace(opened, config={"architectures": ["NoModel"], "model_type": "gpt_neox"}).to_json())
+assert "transformers.models.gpt_neox.modeling_gpt_neox" not in sys.modules
 assert import_code(None, replace(opened, files=(), tensors={}).to_json()) > 0
-assert "transformers.models.llama.modeling_llama" in sys.modules
+assert "transformers.models.gpt_neox.modeling_gpt_neox" in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=120)
+    done = programs.run(program, str(tmp_path))
+    assert done.returncode == 0, done.stderr

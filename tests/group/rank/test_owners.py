@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding import Placement
-from tests.clock import now
+from tests.clock import now, wait_until
 from tests.controllers import controller_pids, new_controller
 from tests.group.conftest import make_group, make_mlp, placement_groups, rank_processes
 
@@ -124,10 +124,7 @@ def test_a_task_that_owns_a_group(checkpoint: Path, tmp_path: Path, wait_free: C
     told = tmp_path / "pids"
     task = ray.remote(num_cpus=0, max_retries=0)(make_and_wait)
     made = task.remote(str(checkpoint), {"model": make_mlp()}, str(told))
-    until = now() + 60.0
-    while not told.exists():
-        assert now() < until
-        time.sleep(0.05)
+    wait_until(told.exists, 60.0, "the task has told its pids")
     since = now()
     os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
     wait_free(since)
@@ -162,10 +159,7 @@ def test_an_owner_that_dies_before_its_named_group_is_loaded(
     }
     for one, pid, (name, options) in zip(owners, pids, asked.items(), strict=True):
         one.make.remote(str(checkpoint), {"name": name, "model": make_mlp(), **options})
-        until = now() + 60.0
-        while not seen[name]():
-            assert now() < until, name
-            time.sleep(0.005)
+        wait_until(seen[name], 60.0, name, 0.005)
         since = now()
         os.kill(pid, signal.SIGKILL)
         wait_free(since)
