@@ -17,6 +17,7 @@ from raysharding.distributed.fully_shard import (
     recovering,
     without_trace,
 )
+from raysharding.distributed.training.gathered import is_kept_gathered
 from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
@@ -72,7 +73,8 @@ class Forwarding:
             output, found = self._forward(one)
             output = map_leaves(_whole, without_caches(output))
             value = output if one is own else value
-            check_execution_order(self._module)
+            if not is_kept_gathered(self._module):
+                check_execution_order(self._module)
             if found is not None:
                 done.add(found)
         loss, nodes = find_loss(value), children(value)
