@@ -36,7 +36,7 @@ from raysharding.distributed.training.gathered import is_kept_gathered, keep_gat
 
 _SEEDS = 1 << 62
 _REFUSED = {
-    "synced_gpus": "the ranks are kept in step as it is",
+    "synced_gpus": "the ranks are kept in step where they have to be",
     "streamer": "it would print on the ranks; generate fewer tokens a call",
     "assistant_model": "every rank would need one; run it in call(fn)",
     "return_dict_in_generate": "only the token ids come back; run it in call(fn) for the rest",
@@ -90,6 +90,7 @@ def generate(
         is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
         was_kept = is_kept_gathered(module)
         is_kept = keep_gathered(module, summon_full_params if is_common else True)
+        is_alone = is_kept and batch.is_dummy
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
             kwargs["synced_gpus"] = not is_kept and get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
@@ -102,7 +103,8 @@ def generate(
                     root.unshard()
             # Ranks that run on their own may raise alone: the others would wait for the lengths below.
             with agreeing() if is_kept else _until_all_end(module):
-                ids = run(*batch.args, **kwargs)
+                # A rank without rows would else go on for as long as its dummy takes.
+                ids = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
         if not isinstance(ids, torch.Tensor):
             raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
         if not was_kept:
