@@ -94,6 +94,11 @@ class Sharding:
     world size (an int), or, with `None` (the default), free all but the root's and, under `wrap="auto"`, all but those
     that transformers' plan keeps: the final norm's and the head's, which backward uses first. After a forward without
     a backward, kept parameters stay on each rank until the next call other than a forward."""
+    summon_full_params: bool | None = None
+    """For `generate`, `predict` and `evaluate`: gather all parameters once, in the dtype that they are computed in, and
+    keep them on every rank until the call ends, so that forwards are those of an unsharded module. `None` (default):
+    where every rank has the memory; `True`: in any case, and for `forward`, too, until a call of another kind; `False`:
+    by groups, anew in each forward. As FSDP1's `summon_full_params` around an inference."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.dtype | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
@@ -162,6 +167,8 @@ class Sharding:
         reshard = self.reshard_after_forward
         is_reshard = reshard is None or isinstance(reshard, bool) or _is_int(reshard)
         _require(self, "give True, False, None, or a smaller world size", reshard_after_forward=is_reshard)
+        is_switch = self.summon_full_params in (None, True, False)
+        _require(self, "give True, False, or None for where they fit", summon_full_params=is_switch)
         _require(self, "give 1 (no replicas) or more", replicate_size=_is_int(self.replicate_size))
         object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None

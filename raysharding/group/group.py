@@ -282,7 +282,15 @@ class ShardedModelGroup:
     # Section: calls on batches
 
     @handle
-    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
+    def forward(
+        self,
+        /,
+        *args: Any,
+        mode: Mode = None,
+        out: Out | None = None,
+        summon_full_params: bool | None = None,
+        **kwargs: Any,
+    ) -> Call[Any]:
         """Run the model on a batch, without gradients and in eval mode.
 
         Args:
@@ -292,6 +300,8 @@ class ShardedModelGroup:
                 and the model gets numpy arrays as tensors.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
+            summon_full_params: True for one of many forwards: gather all parameters, and keep them on the ranks until a
+                call other than a forward. Default: `Sharding.summon_full_params`.
             **kwargs: As `args`.
 
         Returns:
@@ -310,20 +320,31 @@ class ShardedModelGroup:
         check_out(out)
         batches = self._deal("forward", args, kwargs)
         collect = collect_outputs(out, batches[0].rows, batches[0].dim)
-        return self._client.submit_batches("forward", batches, mode, out, collect=collect).keep_alive(self)
+        extra = (mode, out, summon_full_params)
+        return self._client.submit_batches("forward", batches, *extra, collect=collect).keep_alive(self)
 
     @handle
-    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
+    def generate(
+        self,
+        /,
+        *args: Any,
+        mode: Mode = None,
+        out: Out | None = None,
+        summon_full_params: bool | None = None,
+        **kwargs: Any,
+    ) -> Call[Any]:
         """Generate token ids by transformers' own `generate`, on every rank for its rows.
 
-        Each token takes a forward of all ranks, until the last rank has finished its rows. Greedy and beam search
-        return the result of one process; sampling draws on each rank, from `seed`. Defaults are those of the
-        checkpoint's generation_config.json, as with `from_pretrained`.
+        All parameters are gathered once, if every rank has the memory, and freed at the end; else anew for each token.
+        Greedy and beam search return the result of one process; sampling draws on each rank, from `seed`. Defaults are
+        those of the checkpoint's generation_config.json, as with `from_pretrained`.
 
         Args:
             *args: As for `forward`: the prompt, usually `Split(tokenizer(texts, return_tensors="pt"))`.
             mode: As for `forward`.
             out: As for `forward`.
+            summon_full_params: True to gather all parameters once in any case, False to gather by groups, for each
+                token anew. Default: `Sharding.summon_full_params`.
             **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`;
                 and `seed=`, an int, for the same samples again (by the same number of ranks).
                 `prefix_allowed_tokens_fn` receives the index of a row among its rank's rows, not in the batch.
@@ -342,7 +363,8 @@ class ShardedModelGroup:
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
         collect = collect_generated(out, batches[0].rows)
-        return self._client.submit_batches("generate", batches, mode, out, collect=collect).keep_alive(self)
+        extra = (mode, out, summon_full_params)
+        return self._client.submit_batches("generate", batches, *extra, collect=collect).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -692,6 +714,7 @@ class ShardedModelGroup:
         columns: Sequence[str] | None = None,
         collate_fn: Collate | None = None,
         prefetch: int = 2,
+        summon_full_params: bool | None = None,
     ) -> Call[dict[str, float]]:
         """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
 
@@ -708,6 +731,7 @@ class ShardedModelGroup:
             columns: As for `fit`.
             collate_fn: As for `fit`.
             prefetch: As for `fit`.
+            summon_full_params: As for `generate`, over all batches.
 
         Returns:
             `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN if nothing counted in any batch. A batch in
@@ -741,6 +765,7 @@ class ShardedModelGroup:
         resume: bool = False,
         prefetch: int = 2,
         progress: bool | None = None,
+        summon_full_params: bool | None = None,
     ) -> Any:
         """Compute columns for every row of data, in eval mode, without gradients: those of one process, in order.
 
@@ -782,6 +807,7 @@ class ShardedModelGroup:
                 (docs/pages/embed-a-dataset.md). Default False: `output` must be empty, or not exist.
             prefetch: Number of batches that each rank reads ahead.
             progress: True to show a bar with rows per second, False for nothing. Default: as for `fit`.
+            summon_full_params: As for `generate`, over all batches.
 
         Returns:
             With `output` a `PredictReport`. Without it a `pyarrow.Table`; or, if the result is larger than

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.batch import RankBatch
@@ -65,12 +65,14 @@ class Predictor:
         with self._status.running("forward", "predict"):
             self.predict_end()
             module = self._status.module
+            if plan.summon_full_params is None:
+                plan = replace(plan, summon_full_params=self._status.sharding.summon_full_params)
             self._run = run = Prediction(plan, self._status.device, InputBounds.of(module), module)
             return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.is_saved)
 
     def predict_steps(self, num_steps: int) -> PredictSteps:
         """Take up to `num_steps` forwards. Collective."""
-        with self._status.running("forward", "predict"):
+        with self._status.running("forward", "predict", keeps_gathered=True):
             run = self._run
             assert run is not None, "predict_begin comes first"
             num_taken, num_rows = run.steps(self._status.module, num_steps)
@@ -92,3 +94,4 @@ class Predictor:
         if self._run is not None:
             self._run.close()
             self._run = None
+            self._status.release_gathered()

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysharding.batch import RankBatch
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import collective_counters, device_module, exists, is_accelerator
-from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable, is_torn, move_inputs
+from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable, is_torn, move_inputs, reshard
 from raysharding.distributed.saving import AsyncSaver
-from raysharding.distributed.training import Accumulation
+from raysharding.distributed.training import Accumulation, is_kept_gathered
 from raysharding.distributed.transfer import resident_bytes
 from raysharding.worker.changes import Version
 
@@ -141,12 +141,13 @@ class RankStatus:
         return all(map(exists, self._groups))
 
     @contextmanager
-    def running(self, phase: str, name: str) -> Iterator[None]:
+    def running(self, phase: str, name: str, *, keeps_gathered: bool = False) -> Iterator[None]:
         """Record phase and call while the call runs; after an exception the phase stays, for the failure's report.
 
         Args:
             phase: The phase of the call.
             name: Name of the call.
+            keeps_gathered: True for a forward that full parameters of the calls before may serve; see `keep_gathered`.
 
         Raises:
             RuntimeError: The call has destroyed a process group of the ranks.
@@ -156,6 +157,8 @@ class RankStatus:
             device_module(self.device).set_device(self.device)
         self.phase, self.last_call, self.version_after_call = phase, name, None
         try:
+            if not keeps_gathered:
+                self.release_gathered()
             yield
         except BaseException as error:
             self.usable = self.usable and is_recoverable(error) and self._has_groups()
@@ -171,6 +174,11 @@ class RankStatus:
         if not self._has_groups():
             self.usable = False
             raise RuntimeError(_NO_GROUP.format(name=name))
+
+    def release_gathered(self) -> None:
+        """Let go of the full parameters that `keep_gathered` has gathered, if any. Not collective."""
+        if self._module is not None and is_kept_gathered(self._module):
+            reshard(self._module)
 
     @property
     def is_saved(self) -> bool:

@@ -402,12 +402,14 @@ class Trainer:
             module = self._status.module
             plan = plan or (self._fit.evaluation if self._fit else None)
             assert plan is not None, "fit_begin comes first"
+            if plan.summon_full_params is None:
+                plan = replace(plan, summon_full_params=self._status.sharding.summon_full_params)
             run = Evaluation(plan, self._status.device, InputBounds.of(module).for_loss(plan.loss), module)
         own: Mapping[str, Any] | None = None
         try:
             is_over = False
             while not is_over:
-                with self._status.running("forward", "evaluate"):
+                with self._status.running("forward", "evaluate", keeps_gathered=True):
                     outer = random_state()
                     restore_random_state(own or outer)
                     try:
@@ -420,6 +422,7 @@ class Trainer:
         finally:
             self._dropped = run.data_loader.dropped
             run.data_loader.close()
+            self._status.release_gathered()
 
     def fit_end(self) -> FitSteps | None:
         """Release the run's data, and return the steps since the last `fit_steps` began. No collective.

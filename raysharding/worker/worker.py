@@ -20,6 +20,7 @@ from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (
     mark_recovery,
     recover_after,
+    recovering,
     reset,
     roots_before_blocks,
     shard_module,
@@ -27,7 +28,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import LoadReport, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
-from raysharding.distributed.training import Forwarding, generate
+from raysharding.distributed.training import Forwarding, generate, keep_gathered
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
@@ -224,7 +225,11 @@ class Worker:
             copy.close()
 
     def forward(
-        self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
+        self,
+        batch: RankBatch,
+        mode: Literal["train", "eval"] | None = None,
+        out: Out | None = None,
+        summon_full_params: bool | None = None,
     ) -> RankOutput:
         """Run the model on this rank's part of the batch, without gradients. Collective.
 
@@ -233,13 +238,19 @@ class Worker:
             mode: `"eval"` (default) or `"train"`; the module's own modes are restored afterwards.
             out: The result that the caller requested: the output is copied to the CPU only if the result needs this
                 rank's.
+            summon_full_params: True to gather all parameters, and keep them until a call other than a forward.
+                Default: `Sharding.summon_full_params`.
 
         Returns:
             The output on the CPU, without caches; `loss` is reduced over the ranks if the call has a `Split`. The
             output's value is `None` on a rank that has only a dummy row.
         """
-        with self.status.running("forward", "forward"):
+        keeps = bool(self._summons(summon_full_params))
+        with self.status.running("forward", "forward", keeps_gathered=keeps):
             assert self._forwarding is not None, "build() comes before forward()"
+            if keeps:
+                with recovering(self.module):
+                    keep_gathered(self.module, wanted=True)
             if out is not None and out.kind == "gather" and out.dim is not None:
                 # The dim of the join decides which leaves hold rows.
                 batch = replace(batch, dim=out.dim)
@@ -250,7 +261,11 @@ class Worker:
             )
 
     def generate(
-        self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
+        self,
+        batch: RankBatch,
+        mode: Literal["train", "eval"] | None = None,
+        out: Out | None = None,
+        summon_full_params: bool | None = None,
     ) -> RankOutput:
         """Generate token ids for this rank's part of the batch. Collective.
 
@@ -258,10 +273,17 @@ class Worker:
             batch: Result of `deal` for this rank.
             mode: As for `forward`.
             out: As for `forward`.
+            summon_full_params: True to gather all parameters once, False to gather by groups, anew for each token.
+                Default: `Sharding.summon_full_params`.
         """
         with self.status.running("generate", "generate"):
-            training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
-            return generate(self.module, self.status.on_device(batch), training=training, keep=keep)
+            return generate(
+                self.module,
+                self.status.on_device(batch),
+                training=is_training(mode, default="eval"),
+                keep=self._wants(out) and not batch.is_dummy,
+                summon_full_params=self._summons(summon_full_params),
+            )
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.
@@ -427,6 +449,9 @@ class Worker:
         self.predictor.predict_end()
         self._forwarding = self.mesh = None
         self.status.drop()
+
+    def _summons(self, summon_full_params: bool | None) -> bool | None:
+        return self.status.sharding.summon_full_params if summon_full_params is None else summon_full_params
 
     def _wants(self, out: Out | None) -> bool:
         """Return True if the caller requested this rank's output."""

@@ -101,6 +101,7 @@ def _make_module(extension: Any) -> ModuleType:
         "current_stream": lambda device=None: torch.accelerator.current_stream(_device(device)),
         "synchronize": by_index(extension.synchronize),
         "memory_allocated": by_index(extension.memory_allocated),
+        "memory_reserved": by_index(extension.memory_allocated),
         "max_memory_allocated": by_index(extension.max_memory_allocated),
         "reset_peak_memory_stats": by_index(extension.reset_peak_memory_stats),
         "mem_get_info": mem_get_info,

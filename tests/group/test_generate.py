@@ -65,8 +65,9 @@ def test_greedy_and_beams_equal_one_process(llama: ShardedModelGroup, directory:
     ):
         for rows in (5, 2):
             expected = reference.generate(PROMPTS[:rows], **options)
-            found = llama.generate(Split(PROMPTS[:rows]), **options)
-            assert torch.equal(found, expected), (options, rows, found, expected)
+            for gathers in (None, False):
+                found = llama.generate(Split(PROMPTS[:rows]), summon_full_params=gathers, **options)
+                assert torch.equal(found, expected), (options, rows, gathers, found, expected)
 
 
 def test_prompts_that_are_padded_on_the_left(llama: ShardedModelGroup, directory: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_train_step_after_it_is_right(llama: ShardedModelGroup, directory: Pat
     ("options", "message"),
     [
         ({"return_dict_in_generate": True}, "only the token ids come back"),
-        ({"synced_gpus": True}, "kept in step as it is"),
+        ({"synced_gpus": True}, "kept in step where they have to be"),
         ({"mode": "fast"}, "mode='fast'"),
     ],
 )
@@ -165,7 +166,7 @@ def test_an_encoder_decoder_too(tmp_path: Path, name: str, wrap: str) -> None:
     split: dict[str, Any] = {key: Split(value) for key, value in labels.items()}
     make: dict[str, Any] = {"world_size": 2, "device": "cpu", "sharding": Sharding(wrap=wrap), "optimizer": NO_STEP}
     with ShardedModelGroup.from_checkpoint(tmp_path / "model", **make) as group:
-        assert torch.equal(group.generate(Split(PROMPTS), **options), expected)
+        assert torch.equal(group.generate(Split(PROMPTS), summon_full_params=False, **options), expected)
         loss = pytest.approx(reference(**labels).loss.item(), abs=1e-5)
         assert group.forward(**split).loss.item() == loss
         assert group.train_step(**split, mode="eval")["loss"] == loss

@@ -13,16 +13,17 @@ from raysharding.distributed.fully_shard.gradients import (
 )
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,
+    fsdp_groups,
     fsdp_modules,
     gradient_sync,
     init_roots,
     is_fsdp_hook,
     is_not_gathered,
     is_offloaded,
-    kept_gathered,
     kept_whole,
     loadable,
     mark_offloaded,
+    own_groups,
     parameter_groups,
     refusing_use,
     require_idle,
@@ -30,6 +31,7 @@ from raysharding.distributed.fully_shard.internals import (
     roots_before_blocks,
     tell_fsdp,
     training_dtypes,
+    until_reshard,
 )
 from raysharding.distributed.fully_shard.layout import (
     ShardMap,
@@ -62,6 +64,6 @@ from raysharding.distributed.fully_shard.recovery import (
     reset,
     without_trace,
 )
-from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
+from raysharding.distributed.fully_shard.same_parameters import compare_now, weights_fingerprint
 from raysharding.distributed.fully_shard.shard import mixed_precision_policy, shard_groups, shard_module, show_shards
 from raysharding.distributed.fully_shard.tensor_table import TensorTable, cut, meta_like

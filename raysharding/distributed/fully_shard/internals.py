@@ -403,25 +403,8 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
     return modules
 
 
-@contextmanager
-def kept_gathered(module: nn.Module) -> Iterator[None]:
-    """Gather all parameters, and keep them behind the forwards inside, which are not collective then; collective.
-
-    Memory: the whole model on each rank, until `reshard`.
-
-    Args:
-        module: The sharded root module.
-    """
-    before = [(group, group.post_forward_mesh_info) for group in fsdp_groups(module)]
-    for part in fsdp_modules(module):
-        part.unshard()
-    try:
-        for group, _ in before:
-            group.post_forward_mesh_info = None  # FSDP2 reshards no such group after forward, so none is gathered again
-        yield
-    finally:
-        for group, info in before:
-            group.post_forward_mesh_info = info
+until_reshard: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+"""FSDP module → what its next `reshard` calls, once, before it registers the shards."""
 
 
 def reshard(module: nn.Module) -> None:
@@ -439,6 +422,8 @@ def reshard(module: nn.Module) -> None:
             if submodule in summoned:
                 what = f"{name.rstrip('.') or 'the module'} is inside summon_full_params"
                 raise RuntimeError(f"{what}: leave that context before you gather, load, save or train")
+            if submodule in until_reshard:
+                until_reshard.pop(submodule)()
             _leave_forward(submodule)  # before `reshard`, which a group inside forward may ignore
             for group in own_groups(submodule):
                 if not group.is_sharded:

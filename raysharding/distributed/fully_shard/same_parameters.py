@@ -62,6 +62,17 @@ def compare_before_forward(module: nn.Module) -> None:
     _hooks[module] = module.register_forward_pre_hook(compare, prepend=True)
 
 
+def compare_now(module: nn.Module) -> None:
+    """Compare as the next forward would, before a gather outside of a forward; collective if that is to come.
+
+    Args:
+        module: The sharded root module.
+    """
+    if module in _hooks:
+        require_same_parameters(module)
+        _hooks.pop(module).remove()
+
+
 @over_ranks_of("module")
 def require_same_parameters(module: nn.Module) -> None:
     """Check that all ranks shard the same parameters and average the same gradients; collective.

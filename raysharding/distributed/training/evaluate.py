@@ -14,6 +14,7 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agreeing, current_group, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
+from raysharding.distributed.training.gathered import keep_gathered
 from raysharding.distributed.training.losses import (
     LossFunction,
     call_model,
@@ -42,6 +43,8 @@ class EvaluationPlan:
     """True to compute the loss."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Name → metric."""
+    summon_full_params: bool | None = None
+    """See `Sharding.summon_full_params`."""
 
 
 class Evaluation:
@@ -86,6 +89,8 @@ class Evaluation:
         if passes is None:
             return False
         module = unwrapped(module)
+        with recovering(module):
+            keep_gathered(module, self._plan.summon_full_params)
         for batch in passes[0]:
             with recovering(module), torch.no_grad(), module_mode(module, training=False):
                 output = self._forward(module, batch)

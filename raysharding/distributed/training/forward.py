@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from raysharding.batch import RankBatch, RankOutput
 from raysharding.distributed.comm import any_rank, using_group
 from raysharding.distributed.fully_shard import check_execution_order, group_of, module_mode, recovering, without_trace
+from raysharding.distributed.training.gathered import is_kept_gathered
 from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
@@ -63,7 +64,8 @@ class Forwarding:
             output, found = self._forward(one)
             output = map_leaves(_whole, without_caches(output))
             value = output if one is own else value
-            check_execution_order(self._module)
+            if not is_kept_gathered(self._module):
+                check_execution_order(self._module)
             if found is not None:
                 done.add(found)
         loss, nodes = find_loss(value), children(value)

@@ -13,23 +13,30 @@ from torch import nn
 
 from raysharding.arguments import check_int
 from raysharding.batch import RankBatch, RankOutput
-from raysharding.distributed.comm import all_gather_ints, any_rank, current_group, from_rank_0, get_rank, get_world_size
+from raysharding.distributed.comm import (
+    agreeing,
+    all_gather_ints,
+    any_rank,
+    current_group,
+    from_rank_0,
+    get_rank,
+    get_world_size,
+)
 from raysharding.distributed.fully_shard import (
-    forget_execution_order,
     fork_rng_of,
     fsdp_modules,
     init_roots,
-    kept_gathered,
     module_mode,
     over_ranks_of,
     recovering,
     reshard,
     unwrapped,
 )
+from raysharding.distributed.training.gathered import is_kept_gathered, keep_gathered
 
 _SEEDS = 1 << 62
 _REFUSED = {
-    "synced_gpus": "the ranks are kept in step as it is",
+    "synced_gpus": "the ranks are kept in step where they have to be",
     "streamer": "it would print on the ranks; generate fewer tokens a call",
     "assistant_model": "every rank would need one; run it in call(fn)",
     "return_dict_in_generate": "only the token ids come back; run it in call(fn) for the rest",
@@ -37,12 +44,20 @@ _REFUSED = {
 
 
 @over_ranks_of("module")
-def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
+def generate(
+    module: nn.Module,
+    batch: RankBatch,
+    *,
+    training: bool = False,
+    keep: bool = True,
+    summon_full_params: bool | None = None,
+) -> RankOutput:
     """Generate token ids for this rank's part of a batch; collective.
 
-    Each rank runs one forward per token until all ranks have finished. FSDP gathers the parameters of each block in
-    each forward: the wire carries the model once per token. A class with a `generate` of its own (Whisper, MusicGen),
-    which may run forwards that other ranks do not, is gathered once: each rank then holds the whole model.
+    All parameters are gathered once, if they fit on every rank, and each rank runs until its own rows have ended; see
+    `keep_gathered`. Else each rank runs one forward per token until all ranks have finished, and FSDP gathers the
+    parameters of each block in each forward: the wire carries the model once per token. A class with a `generate` of
+    its own (Whisper, MusicGen) may run forwards that other ranks do not, and is gathered in any case.
 
     Args:
         module: The sharded root module, which has transformers' `generate`.
@@ -50,6 +65,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             samples with numbers of its own, which follow from it. Default: drawn from a generator for this purpose.
         training: True for train mode, False for eval mode.
         keep: True if this rank's ids are needed.
+        summon_full_params: True to gather all parameters once, False to gather by blocks. Default: where they fit.
 
     Returns:
         Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
@@ -72,22 +88,27 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             seed = from_rank_0(lambda: int(torch.randint(_SEEDS, (), generator=_seeds()).item()))
         _check_starts(module, kwargs)
         is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
+        was_kept = is_kept_gathered(module)
+        is_kept = keep_gathered(module, summon_full_params if is_common else True)
+        is_alone = is_kept and batch.is_dummy
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
-            kwargs["synced_gpus"] = is_common and get_world_size() > 1
+            kwargs["synced_gpus"] = not is_kept and get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
             # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + get_rank())
-            init_roots(module)
-            # An encoder is called on its own, before a forward of the root gathers the root's parameters.
-            for root in fsdp_modules(module, root_only=True):
-                root.unshard()
-            with _until_all_end(module) if is_common else kept_gathered(module):
-                ids = run(*batch.args, **kwargs)
-        if not is_common:
-            forget_execution_order(module)  # ranks have gathered nothing in these forwards, whose numbers may differ
+            if not is_kept:
+                init_roots(module)
+                # An encoder is called on its own, before a forward of the root gathers the root's parameters.
+                for root in fsdp_modules(module, root_only=True):
+                    root.unshard()
+            # Ranks that run on their own may raise alone: the others would wait for the lengths below.
+            with agreeing() if is_kept else _until_all_end(module):
+                # A rank without rows would else go on for as long as its dummy takes.
+                ids = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
         if not isinstance(ids, torch.Tensor):
             raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
-        reshard(module)
+        if not was_kept:
+            reshard(module)
         # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
         longest = max(length for (length,) in all_gather_ints([ids.shape[1]]))
         # As transformers: with the pad token, else the first end token.

@@ -49,6 +49,7 @@ from raysharding.distributed.fully_shard import (
     weights_fingerprint,
 )
 from raysharding.distributed.training.data_loader import open_source
+from raysharding.distributed.training.gathered import is_kept_gathered, keep_gathered
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.losses import call_model, known_arguments
 from raysharding.distributed.training.passes import agreed_passes, own_pass
@@ -90,6 +91,8 @@ class PredictPlan:
     """Directory or URI of the files; `None`: the ranks hold the tables until they are taken."""
     resume: bool = False
     """True to continue the run that is in `output`, if there is one."""
+    summon_full_params: bool | None = None
+    """See `Sharding.summon_full_params`."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
     run: str = ""
@@ -215,6 +218,9 @@ class Prediction:
             Exception: Any error of the model; if all ranks raise the same, later calls are correct.
         """
         num_rows, left = 0, self._left
+        if left:
+            with recovering(unwrapped(module)):
+                keep_gathered(unwrapped(module), self._plan.summon_full_params)
         for _ in range(min(num_steps, left)):
             batch = self._step(unwrapped(module))
             num_rows += batch.counts[self._rank]
@@ -360,11 +366,13 @@ class Prediction:
             if kwargs.get("seed") is not None:  # each forward draws other samples
                 kwargs["seed"] += self._left * self._world_size
             whole = replace(batch, wrapped_kwargs=kwargs)
-            return generate(module, whole, keep=not batch.is_dummy).value
+            wanted = self._plan.summon_full_params
+            return generate(module, whole, keep=not batch.is_dummy, summon_full_params=wanted).value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
                 output = call_model(module, batch.args, batch.kwargs)
-            check_execution_order(module)
+            if not is_kept_gathered(module):
+                check_execution_order(module)
         return output
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:

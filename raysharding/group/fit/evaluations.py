@@ -100,7 +100,8 @@ def submit_evaluate(running: RunningGroup, options: Mapping[str, Any]) -> Call:
     client, dataset = running.client, group_dataset(running, options["data"], options)
     stall_s = client.timeouts.load_stall_s
     data_plan = DataPlan(source=dataset.source, stall_s=stall_s, **for_fields(DataPlan, options))
-    plan = EvaluationPlan(data_plan, options["loss"], options["with_loss"], dict(options["metrics"] or {}))
+    fields = for_fields(EvaluationPlan, options) | {"data": data_plan, "metrics": dict(options["metrics"] or {})}
+    plan = EvaluationPlan(**fields)
     dataset.pin(client)
     call = client.submit_same("evaluate", plan, takes_steps=True)
     call.when_done(lambda _: dataset.unpin(client))

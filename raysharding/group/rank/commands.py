@@ -212,13 +212,13 @@ class RankCommands:
         assert self._address is not None, "join comes before store_address"
         return self._address
 
-    def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
+    def forward(self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any) -> Any:
         """Run the model forward; collective."""
-        return _plain(self._worker.forward(batch, mode, out), out)
+        return _plain(self._worker.forward(batch, mode, out, *options), out)
 
-    def generate(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
+    def generate(self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any) -> Any:
         """Generate token ids; collective."""
-        return _plain(self._worker.generate(batch, mode, out), out)
+        return _plain(self._worker.generate(batch, mode, out, *options), out)
 
     generators = staticmethod(random_state)
     """Return the state of the rank's random generators."""
