@@ -178,10 +178,9 @@ def in_a_fit(begun: Path) -> tuple[float, str]:
     return now(), str(caught.value)
 
 
-PHASES = [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
-
-
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [in_a_call, *(pytest.param(one, marks=pytest.mark.full) for one in (while_idle, in_a_save, in_a_fit))]
+)
 def test_a_controller_whose_node_is_lost_names_the_node(
     phase: Callable[[Path], tuple[float, str]], site: tuple[RayHosts, Driver], tmp_path: Path
 ) -> None:
