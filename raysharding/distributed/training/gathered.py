@@ -93,9 +93,9 @@ def _gather(part: FSDPModule) -> Callable[[], None]:
             part.unshard()
         policy = part._get_fsdp_state()._mp_policy
         low = policy.param_dtype if policy.cast_forward_inputs else None
-        stack.callback(_replace_hooks(part._forward_pre_hooks, low and partial(_cast_inputs, low)))
+        stack.callback(_replace_hooks(part._forward_pre_hooks, None if low is None else partial(_cast_inputs, low)))
         out = policy.output_dtype
-        stack.callback(_replace_hooks(part._forward_hooks, out and partial(_cast_output, out)))
+        stack.callback(_replace_hooks(part._forward_hooks, None if out is None else partial(_cast_output, out)))
         return stack.pop_all().close
 
 
