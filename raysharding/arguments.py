@@ -105,6 +105,12 @@ def check_int(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+def check_summon_full_params(value: Any) -> None:
+    """Raise ValueError if a value is neither a bool nor `None`."""
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"summon_full_params={value!r}: give True, False, or None for where they fit")
+
+
 def given(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a method, without `self`, from the `locals()` of its first line."""
     return {name: value for name, value in variables.items() if name not in ("self", "cls")}

@@ -10,7 +10,7 @@ from enum import Enum
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
-from raysharding.arguments import fields_with_hints
+from raysharding.arguments import check_summon_full_params, fields_with_hints
 
 if TYPE_CHECKING:  # imported where it is needed: a group's controller reads its placement and timeouts without torch
     import torch
@@ -97,7 +97,7 @@ class Sharding:
     summon_full_params: bool | None = None
     """For `generate`, `predict` and `evaluate`: gather all parameters once, in the dtype that they are computed in, and
     keep them on every rank until the call ends, so that forwards are those of an unsharded module. `None` (default):
-    where every rank has the memory; `True`: in any case, and for `forward`, too, until a call of another kind; `False`:
+    where every rank has the memory; `True`: in any case, and for `forward`, too, until the next call that is no inference; `False`:
     by groups, anew in each forward. As FSDP1's `summon_full_params` around an inference."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
@@ -167,8 +167,7 @@ class Sharding:
         reshard = self.reshard_after_forward
         is_reshard = reshard is None or isinstance(reshard, bool) or _is_int(reshard)
         _require(self, "give True, False, None, or a smaller world size", reshard_after_forward=is_reshard)
-        is_switch = self.summon_full_params in (None, True, False)
-        _require(self, "give True, False, or None for where they fit", summon_full_params=is_switch)
+        check_summon_full_params(self.summon_full_params)
         _require(self, "give 1 (no replicas) or more", replicate_size=_is_int(self.replicate_size))
         object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int, given, with_hints
+from raysharding.arguments import check_int, check_summon_full_params, given, with_hints
 from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts, floating_dtype
 from raysharding.distributed import LoadReport
@@ -301,7 +301,7 @@ class ShardedModelGroup:
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             summon_full_params: True for one of many forwards: gather all parameters, and keep them on the ranks until a
-                call other than a forward. Default: `Sharding.summon_full_params`.
+                call without it. Default: `Sharding.summon_full_params`.
             **kwargs: As `args`.
 
         Returns:
@@ -317,6 +317,7 @@ class ShardedModelGroup:
             OutputTooLargeError: A rank's output is larger than `max_output_bytes`.
         """
         check_mode(mode, default="eval")
+        check_summon_full_params(summon_full_params)
         check_out(out)
         batches = self._deal("forward", args, kwargs)
         collect = collect_outputs(out, batches[0].rows, batches[0].dim)
@@ -359,6 +360,7 @@ class ShardedModelGroup:
             GroupError: The model cannot generate, or raised.
         """
         check_mode(mode, default="eval")
+        check_summon_full_params(summon_full_params)
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
@@ -743,6 +745,7 @@ class ShardedModelGroup:
             DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
+        check_summon_full_params(summon_full_params)
         options = given(locals())
         return submit_evaluate(self._running, options).keep_alive(self)
 
@@ -825,6 +828,7 @@ class ShardedModelGroup:
             GroupError: The model raised, or ranks failed more often than `max_restarts` allows; or a `fit` or another
                 `predict` runs on the group.
         """
+        check_summon_full_params(summon_full_params)
         options = given(locals())
         return run_predict(self._running, self._run_lock, options, self._restart)
 

@@ -133,6 +133,7 @@ class RankStatus:
 
     def drop(self) -> None:
         """Release module and optimizer. No collective."""
+        self.release_gathered()
         self._module = self.optimizer = None
         self._groups = self._counters = ()
         self.phase = "closed"

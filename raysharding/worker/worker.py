@@ -238,14 +238,15 @@ class Worker:
             mode: `"eval"` (default) or `"train"`; the module's own modes are restored afterwards.
             out: The result that the caller requested: the output is copied to the CPU only if the result needs this
                 rank's.
-            summon_full_params: True to gather all parameters, and keep them until a call other than a forward.
+            summon_full_params: True to gather all parameters, and keep them until a call without it.
                 Default: `Sharding.summon_full_params`.
 
         Returns:
             The output on the CPU, without caches; `loss` is reduced over the ranks if the call has a `Split`. The
             output's value is `None` on a rank that has only a dummy row.
         """
-        keeps = bool(self._summons(summon_full_params))
+        # Inside a `call`, whose function may go on with the module itself, nothing stays gathered.
+        keeps = bool(self._summons(summon_full_params)) and not _current
         with self.status.running("forward", "forward", keeps_gathered=keeps):
             assert self._forwarding is not None, "build() comes before forward()"
             if keeps:

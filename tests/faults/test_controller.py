@@ -369,7 +369,6 @@ os._exit(0)
 """
 
 RESTARTS = """
-time.sleep(3.0)  # Ray starts the controller anew: an attach meanwhile says that it is unavailable
 group = ShardedModelGroup.attach("llama")
 state = group.state.value
 report = group.restart()

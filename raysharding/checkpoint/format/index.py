@@ -99,8 +99,7 @@ def read_json(
         name: Name of the file.
         called: What an error calls the file besides its path, with a space behind it.
         strict: Refuse what Python's JSON dialect adds to JSON. Not for configs, which transformers reads in that
-        dialect:
-            those of Mamba hold Infinity.
+            dialect: those of Mamba hold Infinity.
 
     Raises:
         CheckpointError: The file cannot be read, or is not a JSON object.

@@ -61,6 +61,7 @@ class Evaluation:
         """Open the data, and free parameters that are gathered; collective. Arguments as for `Fit`."""
         self._plan = plan
         self._group = current_group()
+        self._summons = plan.summon_full_params
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
         known = None
         if module is not None:
@@ -89,8 +90,10 @@ class Evaluation:
         if passes is None:
             return False
         module = unwrapped(module)
-        with recovering(module):
-            keep_gathered(module, self._plan.summon_full_params)
+        if self._summons is not False:
+            with recovering(module):
+                if not keep_gathered(module, self._summons):
+                    self._summons = False  # the ranks ask once a run
         for batch in passes[0]:
             with recovering(module), torch.no_grad(), module_mode(module, training=False):
                 output = self._forward(module, batch)

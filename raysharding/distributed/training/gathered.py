@@ -5,7 +5,7 @@ Note [Gathered]: what the forwards then cost.
     carries the model once per token. Its hooks also take tens of microseconds a module on the host, which on a GPU is a
     multiple of a decoding step, at W=1 too. Kept parameters are those that FSDP2's own `unshard` registers, in the
     dtype that the group computes in, and FSDP2's hooks are taken off the modules: a forward is that of an unsharded
-    module, bit for bit as before. `reshard`, which every reader of the shards calls, ends it.
+    module, bit for bit as before. `reshard`, which every call of this library that reads shards begins with, ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from raysharding.distributed.comm import all_gather_json, device_module, get_rank, is_accelerator
+from raysharding.distributed.comm import all_gather_json, device_module, device_uuid, get_rank, is_accelerator
 from raysharding.distributed.fully_shard import (
     compare_now,
     compute_device,
@@ -29,6 +29,7 @@ from raysharding.distributed.fully_shard import (
     is_fsdp_hook,
     over_ranks_of,
     own_groups,
+    reshard,
     until_reshard,
     warn_once,
 )
@@ -63,12 +64,14 @@ def keep_gathered(module: nn.Module, wanted: bool | None = None) -> bool:
 
     Raises:
         PlanError: On every rank: ranks shard different parameters.
-        RuntimeError: There is no memory, although `wanted` says so.
+        RuntimeError: Inside `summon_full_params`; or, on a rank alone, there is no memory, although `wanted` says so:
+            the others wait in the gather until the deadline.
     """
     if is_kept_gathered(module):
         return True
     if wanted is False or not fsdp_modules(module):
         return False
+    reshard(module)  # raises inside `summon_full_params`
     if wanted is None and not _fits(module):
         return False
     compare_now(module)
@@ -80,7 +83,8 @@ def keep_gathered(module: nn.Module, wanted: bool | None = None) -> bool:
 
 def is_kept_gathered(module: nn.Module) -> bool:
     """Return True after `keep_gathered`, until `reshard`. Not collective."""
-    return bool(until_reshard) and any(part in until_reshard for part in fsdp_modules(module, root_only=True))
+    parts = fsdp_modules(module) if until_reshard else []
+    return bool(parts) and all(part in until_reshard for part in parts)
 
 
 def _gather(part: FSDPModule) -> Callable[[], None]:
@@ -139,7 +143,8 @@ def _replace_hooks(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Ca
 
 
 def _serves_gathers(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
+    function = getattr(hook, "_torchdynamo_orig_callable", hook)  # under `Sharding.compile`
+    function = getattr(function, "func", function)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     return is_fsdp_hook(hook) or name.startswith(_FOR_SHARDS)
 
@@ -167,7 +172,7 @@ def _fits(module: nn.Module) -> bool:
     if is_accelerator(device):
         of = device_module(device)
         cached = of.memory_reserved(device) - of.memory_allocated(device)
-        where, free = [*host_identity(), str(device)], of.mem_get_info(device)[0] + cached
+        where, free = [*host_identity(), device_uuid(device) or str(device)], of.mem_get_info(device)[0] + cached
     else:
         where, free = host_identity(), available_bytes()
     need = sum(sizes) + max(sizes, default=0)
@@ -185,7 +190,7 @@ def _fits(module: nn.Module) -> bool:
 def _sizes(module: nn.Module) -> Iterable[int]:
     """Yield the bytes of the full parameters of each group that is to be gathered."""
     for group in fsdp_groups(module):
-        if not group.is_unsharded and not _is_whole(group):
+        if not _is_whole(group):
             low = group.mp_policy.param_dtype
             items = ((one._orig_size.numel(), low or one.sharded_param.dtype) for one in group.fsdp_params)
             yield sum(num_elements * dtype.itemsize for num_elements, dtype in items)

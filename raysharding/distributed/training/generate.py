@@ -66,6 +66,7 @@ def generate(
         training: True for train mode, False for eval mode.
         keep: True if this rank's ids are needed.
         summon_full_params: True to gather all parameters once, False to gather by blocks. Default: where they fit.
+            Without effect on a class with a `generate` of its own.
 
     Returns:
         Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
@@ -105,8 +106,8 @@ def generate(
             with agreeing() if is_kept else _until_all_end(module):
                 # A rank without rows would else go on for as long as its dummy takes.
                 ids = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
-        if not isinstance(ids, torch.Tensor):
-            raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
+                if not isinstance(ids, torch.Tensor):
+                    raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
         if not was_kept:
             reshard(module)
         # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.

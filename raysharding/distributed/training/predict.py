@@ -176,6 +176,7 @@ class Prediction:
         self._share = -(-plan.batch_size // self._world_size)
         self._files = None if plan.output is None else PartFiles(plan.output)
         self._schema: Any = None
+        self._summons = plan.summon_full_params
         self._key_types = self._types_of_keys()
         self.parts, self._todo = self._find_parts(module)
         self._left = num_forwards(self._todo, self._share, self._world_size)
@@ -218,9 +219,10 @@ class Prediction:
             Exception: Any error of the model; if all ranks raise the same, later calls are correct.
         """
         num_rows, left = 0, self._left
-        if left:
+        if left and self._summons is not False:
             with recovering(unwrapped(module)):
-                keep_gathered(unwrapped(module), self._plan.summon_full_params)
+                if not keep_gathered(unwrapped(module), self._summons):
+                    self._summons = False  # the ranks ask once a run
         for _ in range(min(num_steps, left)):
             batch = self._step(unwrapped(module))
             num_rows += batch.counts[self._rank]
@@ -366,8 +368,8 @@ class Prediction:
             if kwargs.get("seed") is not None:  # each forward draws other samples
                 kwargs["seed"] += self._left * self._world_size
             whole = replace(batch, wrapped_kwargs=kwargs)
-            wanted = self._plan.summon_full_params
-            return generate(module, whole, keep=not batch.is_dummy, summon_full_params=wanted).value
+            summons = self._summons
+            return generate(module, whole, keep=not batch.is_dummy, summon_full_params=summons).value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
                 output = call_model(module, batch.args, batch.kwargs)
@@ -413,12 +415,15 @@ class Prediction:
         # Every rank calls this, without rows or after an error too: the others would wait in the all-gather.
         found = all_gather_json("" if table is None else schema_as_text(table.schema))
         schemas = [schema_from_text(one) for one in found if one]
-        if not schemas:
-            return None
-        schema = unify_schemas(schemas, self._plan.maker)  # all ranks see the same schemas, and raise alike
-        if self._files is not None:
-            check_types(schema, self._key_types, self._plan.keys, self._plan.named)
-        return schema
+
+        def agreed() -> Any:
+            schema = unify_schemas(schemas, self._plan.maker)
+            if self._files is not None:
+                check_types(schema, self._key_types, self._plan.keys, self._plan.named)
+            return schema
+
+        # All ranks see the same schemas, and keep the same error; an earlier error of a rank is raised in its place.
+        return self._or_kept(agreed) if schemas else None
 
     def _fitted(self, table: Any) -> Any:
         """Return the table of a batch with the types of the file; without files, with its own."""

@@ -113,7 +113,16 @@ class Connection:
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        return self.finish_attach(self.begin_attach(makes=makes), within_s=within_s)
+        until = time.monotonic() + within_s
+        while True:
+            try:
+                return self.finish_attach(self.begin_attach(makes=makes), within_s=until - time.monotonic())
+            except GroupError as error:
+                # Ray is starting a controller that has died anew.
+                is_restarting = isinstance(error.__context__, ray.exceptions.ActorUnavailableError)
+                if not is_restarting or time.monotonic() + _RETRY_S > until:
+                    raise
+            time.sleep(_RETRY_S)
 
     def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
         """Ask the controller to add this driver; `finish_attach` returns what it answers."""
