@@ -97,8 +97,8 @@ class Sharding:
     summon_full_params: bool | None = None
     """For `generate`, `predict` and `evaluate`: gather all parameters once, in the dtype that they are computed in, and
     keep them on every rank until the call ends, so that forwards are those of an unsharded module. `None` (default):
-    where every rank has the memory; `True`: in any case, and for `forward`, too, until the next call that is no inference; `False`:
-    by groups, anew in each forward. As FSDP1's `summon_full_params` around an inference."""
+    where every rank has the memory; `True`: in any case, and for `forward`, too, until the next call that is no
+    inference; `False`: by groups, anew in each forward. As FSDP1's `summon_full_params` around an inference."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.dtype | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
