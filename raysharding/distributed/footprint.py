@@ -21,19 +21,30 @@ import torch
 from torch import nn
 
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.comm import device_module, is_accelerator
-from raysharding.distributed.fully_shard import ShardMap, TensorLayout, is_offloaded, module_tensors, tensor_layout
+from raysharding.distributed.comm import all_gather_json, device_module, device_uuid, is_accelerator
+from raysharding.distributed.fully_shard import (
+    ShardMap,
+    TensorLayout,
+    bytes_to_keep,
+    compute_device,
+    is_offloaded,
+    module_tensors,
+    over_ranks_of,
+    tensor_layout,
+)
 from raysharding.distributed.optim import OptimizerFactory, call_factory
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
     GATHER_BUCKET_BYTES,
     RING_SIZE,
     available_bytes,
+    host_identity,
     round_up_pinned,
 )
 from raysharding.errors import PlanError
 from raysharding.models import full_precision_groups, low_dtype, unfreed_groups, whole_parameters
 from raysharding.tree import leaves
+from raysharding.units import format_bytes
 
 Trained = tuple[tuple[TensorLayout, tuple[int, ...]], ...]
 """Layout and local shape of each tensor with a gradient."""
@@ -333,3 +344,36 @@ def _group_bytes(
             seen.add(parameter)
             weights[owner[name]] += parameter.numel() * (dtype or parameter.dtype).itemsize
     return weights
+
+
+_KEPT_PART = 0.8
+"""Part of the free memory that full parameters may take; activations and key-value caches need some, too."""
+
+
+@over_ranks_of("module")
+def missing_to_keep(module: nn.Module) -> str:
+    """Return what says that the ranks lack the memory for `keep_gathered`; empty if all have it; collective.
+
+    Args:
+        module: The sharded root module, resharded.
+    """
+    device, need = compute_device(module), bytes_to_keep(module)
+    if is_accelerator(device):
+        of = device_module(device)
+        cached = of.memory_reserved(device) - of.memory_allocated(device)
+        where, free = [*host_identity(), device_uuid(device) or str(device)], of.mem_get_info(device)[0] + cached
+    else:
+        where, free = host_identity(), available_bytes()
+    # Every rank sees the needs of all, and all decide alike: a rank that went by blocks alone would wait in a gather.
+    every = all_gather_json([where, need, free])
+    for rank, (place, _, left) in enumerate(every):
+        together = sum(one for other, one, _ in every if other == place)
+        if together > _KEPT_PART * left:
+            lacking = format_bytes(together - int(_KEPT_PART * left))
+            return (
+                f"parameters are gathered by blocks, anew in each forward: to keep them takes {format_bytes(need)} a "
+                f"rank, and {lacking} are missing where rank {rank} is ({format_bytes(left)} are free, of which a "
+                "fifth is for activations and caches); use fewer ranks a host or GPU, Sharding(mixed_precision='bf16') "
+                "or a smaller batch; summon_full_params=False goes by blocks without this line"
+            )
+    return ""

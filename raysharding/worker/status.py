@@ -16,9 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysharding.batch import RankBatch
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import collective_counters, device_module, exists, is_accelerator
-from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable, is_torn, move_inputs, reshard
+from raysharding.distributed.footprint import missing_to_keep
+from raysharding.distributed.fully_shard import (
+    is_kept_gathered,
+    is_not_gathered,
+    is_recoverable,
+    is_torn,
+    keep_gathered,
+    move_inputs,
+    recovering,
+    reshard,
+    warn_once,
+)
 from raysharding.distributed.saving import AsyncSaver
-from raysharding.distributed.training import Accumulation, is_kept_gathered
+from raysharding.distributed.training import Accumulation
 from raysharding.distributed.transfer import resident_bytes
 from raysharding.worker.changes import Version
 
@@ -175,6 +186,28 @@ class RankStatus:
         if not self._has_groups():
             self.usable = False
             raise RuntimeError(_NO_GROUP.format(name=name))
+
+    def keep_gathered(self, wanted: bool | None) -> bool:
+        """Keep all parameters gathered until a call that may not use them; collective.
+
+        Args:
+            wanted: True in any case, False not at all. `None`: as `Sharding.summon_full_params` says, by default where
+                every rank has the memory.
+
+        Returns:
+            True if they are kept; the same on every rank.
+        """
+        wanted = self.sharding.summon_full_params if wanted is None else wanted
+        if wanted is False or is_kept_gathered(self.module):
+            return wanted is not False
+        with recovering(self.module):
+            reshard(self.module)
+            missing = "" if wanted else missing_to_keep(self.module)
+            if not missing:
+                keep_gathered(self.module)
+            elif self.rank == 0:
+                warn_once(missing)
+        return not missing
 
     def release_gathered(self) -> None:
         """Let go of the full parameters that `keep_gathered` has gathered, if any. Not collective."""

@@ -402,14 +402,13 @@ class Trainer:
             module = self._status.module
             plan = plan or (self._fit.evaluation if self._fit else None)
             assert plan is not None, "fit_begin comes first"
-            if plan.summon_full_params is None:
-                plan = replace(plan, summon_full_params=self._status.sharding.summon_full_params)
             run = Evaluation(plan, self._status.device, InputBounds.of(module).for_loss(plan.loss), module)
         own: Mapping[str, Any] | None = None
         try:
-            is_over = False
+            is_over, keeps = False, True
             while not is_over:
                 with self._status.running("forward", "evaluate", keeps_gathered=True):
+                    keeps = keeps and self._status.keep_gathered(plan.summon_full_params)
                     outer = random_state()
                     restore_random_state(own or outer)
                     try:

@@ -20,7 +20,6 @@ from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (
     mark_recovery,
     recover_after,
-    recovering,
     reset,
     roots_before_blocks,
     shard_module,
@@ -28,7 +27,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import LoadReport, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
-from raysharding.distributed.training import Forwarding, generate, keep_gathered
+from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
@@ -246,12 +245,12 @@ class Worker:
             output's value is `None` on a rank that has only a dummy row.
         """
         # Inside a `call`, whose function may go on with the module itself, nothing stays gathered.
-        keeps = bool(self._summons(summon_full_params)) and not _current
+        wanted = self.status.sharding.summon_full_params if summon_full_params is None else summon_full_params
+        keeps = bool(wanted) and not _current
         with self.status.running("forward", "forward", keeps_gathered=keeps):
             assert self._forwarding is not None, "build() comes before forward()"
             if keeps:
-                with recovering(self.module):
-                    keep_gathered(self.module, wanted=True)
+                self.status.keep_gathered(True)
             if out is not None and out.kind == "gather" and out.dim is not None:
                 # The dim of the join decides which leaves hold rows.
                 batch = replace(batch, dim=out.dim)
@@ -278,13 +277,12 @@ class Worker:
                 Default: `Sharding.summon_full_params`.
         """
         with self.status.running("generate", "generate"):
-            return generate(
-                self.module,
-                self.status.on_device(batch),
-                training=is_training(mode, default="eval"),
-                keep=self._wants(out) and not batch.is_dummy,
-                summon_full_params=self._summons(summon_full_params),
-            )
+            training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
+            self.status.keep_gathered(summon_full_params)
+            try:
+                return generate(self.module, self.status.on_device(batch), training=training, keep=keep)
+            finally:
+                self.status.release_gathered()
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.
@@ -450,9 +448,6 @@ class Worker:
         self.predictor.predict_end()
         self._forwarding = self.mesh = None
         self.status.drop()
-
-    def _summons(self, summon_full_params: bool | None) -> bool | None:
-        return self.status.sharding.summon_full_params if summon_full_params is None else summon_full_params
 
     def _wants(self, out: Out | None) -> bool:
         """Return True if the caller requested this rank's output."""

@@ -1,7 +1,7 @@
 """Greedy generation by ranks beside transformers' own on a whole model in each process: seconds, ratio, ids.
 
 `python -m tests.bench.generation --device cuda --shape 1b [--world-size 1] [--new-tokens 32] [--rounds 3]`. Each round
-is one call of each; `sharded` gathers each block for each token where there are several ranks.
+is one call of each; `kept` gathers the parameters once a call, and `blocks` each block for each token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import Split, deal
+from raysharding.distributed.fully_shard import keep_gathered, reshard
 from raysharding.distributed.training import generate
 from tests.bench.ratios import Figure
 from tests.bench.step import SHAPES, Shape, build, ours, said
@@ -35,9 +36,17 @@ def measure(shape: Shape, new_tokens: int, rounds: int) -> dict[str, Any]:
     whole: Any = build(shape).eval()
     sharded: nn.Module = ours(build(shape).eval(), ())
     rows = {name: own.kwargs[name] for name in batch}
+
+    def kept() -> torch.Tensor:
+        keep_gathered(sharded)
+        found: torch.Tensor = generate(sharded, own).value
+        reshard(sharded)
+        return found
+
     arms: dict[str, Callable[[], torch.Tensor]] = {
         "whole": lambda: whole.generate(**rows, **options).cpu(),
-        "sharded": lambda: generate(sharded, own).value,
+        "kept": kept,
+        "blocks": lambda: generate(sharded, own).value,
     }
     ids = {name: run() for name, run in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -48,7 +57,8 @@ def measure(shape: Shape, new_tokens: int, rounds: int) -> dict[str, Any]:
             run()
             dist.barrier()
             seconds[name].append(time.perf_counter() - begun)
-    return {"seconds": seconds, "equal": float((ids["whole"] == ids["sharded"]).float().mean())}
+    equal = {name: float((ids["whole"] == found).float().mean()) for name, found in ids.items()}
+    return {"seconds": seconds, "equal": equal}
 
 
 def main() -> None:
@@ -62,13 +72,15 @@ def main() -> None:
     args = parser.parse_args()
     measured = SHAPES[args.shape], args.new_tokens, args.rounds
     found = run_ranks(args.world_size, measure, *measured, device=args.device, timeout_s=300)[0]
-    whole, sharded = (found["seconds"][name] for name in ("whole", "sharded"))
-    ratio = Figure.of([one / other for one, other in zip(sharded, whole, strict=True)])
-    print(
-        f"generate, W={args.world_size}, {args.shape}, {ROWS} x ({PROMPT} + {args.new_tokens}): sharded "
-        f"{said(Figure.of(sharded), 's')} ÷ whole {said(Figure.of(whole), 's')} = {said(ratio, '')}; "
-        f"{found['equal']:.1%} of the ids are equal"
-    )
+    whole = found["seconds"]["whole"]
+    for name in ("kept", "blocks"):
+        seconds = found["seconds"][name]
+        ratio = Figure.of([one / other for one, other in zip(seconds, whole, strict=True)])
+        print(
+            f"generate, W={args.world_size}, {args.shape}, {ROWS} x ({PROMPT} + {args.new_tokens}): {name} "
+            f"{said(Figure.of(seconds), 's')} ÷ whole {said(Figure.of(whole), 's')} = {said(ratio, '')}; "
+            f"{found['equal'][name]:.1%} of the ids are equal"
+        )
 
 
 if __name__ == "__main__":

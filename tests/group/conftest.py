@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysharding import ShardedModelGroup
+from raysharding import Placement, ShardedModelGroup
 from raysharding.group import GroupState
 from raysharding.group.fit import run as fit_run
 from tests.conftest import NUM_CPUS, free_cpus, make_group, make_mlp, placement_groups, rank_processes, room_for
@@ -50,7 +50,8 @@ def undisturbed(reference: nn.Module, rows: list[dict[str, Any]]) -> list[float]
 @pytest.fixture(scope="session")
 def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
     """Two ranks that tests of many files train, each from `fresh`."""
-    with make_group(checkpoint) as group:
+    # Other tests' groups have the CPUs.
+    with make_group(checkpoint, placement=Placement(cpus_per_rank=0.1)) as group:
         yield group
 
 

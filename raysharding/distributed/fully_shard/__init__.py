@@ -12,18 +12,18 @@ from raysharding.distributed.fully_shard.gradients import (
     unaveraged_parameters,
 )
 from raysharding.distributed.fully_shard.internals import (
+    bytes_to_keep,
     drop_unreduced_gradients,
-    fsdp_groups,
     fsdp_modules,
     gradient_sync,
     init_roots,
     is_fsdp_hook,
+    is_kept_gathered,
     is_not_gathered,
     is_offloaded,
     kept_whole,
     loadable,
     mark_offloaded,
-    own_groups,
     parameter_groups,
     refusing_use,
     require_idle,
@@ -31,7 +31,6 @@ from raysharding.distributed.fully_shard.internals import (
     roots_before_blocks,
     tell_fsdp,
     training_dtypes,
-    until_reshard,
 )
 from raysharding.distributed.fully_shard.layout import (
     ShardMap,
@@ -64,6 +63,12 @@ from raysharding.distributed.fully_shard.recovery import (
     reset,
     without_trace,
 )
-from raysharding.distributed.fully_shard.same_parameters import compare_now, weights_fingerprint
-from raysharding.distributed.fully_shard.shard import mixed_precision_policy, shard_groups, shard_module, show_shards
+from raysharding.distributed.fully_shard.same_parameters import weights_fingerprint
+from raysharding.distributed.fully_shard.shard import (
+    keep_gathered,
+    mixed_precision_policy,
+    shard_groups,
+    shard_module,
+    show_shards,
+)
 from raysharding.distributed.fully_shard.tensor_table import TensorTable, cut, meta_like

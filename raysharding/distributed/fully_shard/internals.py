@@ -27,13 +27,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 from raysharding.errors import PlanError, said
 from raysharding.torch_internals import IncompatibleKeys
-from raysharding.tree import leaves
+from raysharding.tree import leaves, map_leaves
 
 
 class ShardedParameter(NamedTuple):
@@ -405,6 +405,120 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
 
 until_reshard: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 """FSDP module → what its next `reshard` calls, once, before it registers the shards."""
+
+
+_FOR_SHARDS = (
+    "raysharding.distributed.fully_shard.internals",
+    "raysharding.distributed.fully_shard.execution_order",
+    "raysharding.distributed.fully_shard.module_hooks._prefetch_after_first_forward",
+)
+"""Modules and functions whose hooks serve gathers."""
+
+
+def is_kept_gathered(module: nn.Module) -> bool:
+    """Return True after `keep_gathered`, until `reshard`. Not collective."""
+    parts = fsdp_modules(module) if until_reshard else []
+    return bool(parts) and all(part in until_reshard for part in parts)
+
+
+def keep_full(part: Any) -> None:
+    """Register the full parameters of an FSDP module's groups, without FSDP2's hooks, until `reshard`; collective.
+
+    Note [Gathered]: what forwards then cost.
+        FSDP2 gathers a group's parameters in each forward of the group, and frees them behind it: for `generate` the
+        wire carries the model once per token. Its hooks also take tens of microseconds a module on the host, which on
+        a GPU is a multiple of a decoding step, at W=1 too. The parameters that are kept are those that FSDP2's own
+        `unshard` registers, in the dtype that the group computes in; without the hooks a forward is that of an
+        unsharded module, bit for bit as before.
+    """
+    with ExitStack() as stack:
+        if all(map(_is_whole, own_groups(part))):
+            stack.callback(_register_local(part))
+        else:
+            part.unshard()
+        policy = part._get_fsdp_state()._mp_policy
+        low = policy.param_dtype if policy.cast_forward_inputs else None
+        stack.callback(_replace_hooks(part._forward_pre_hooks, None if low is None else partial(_cast_inputs, low)))
+        out = policy.output_dtype
+        stack.callback(_replace_hooks(part._forward_hooks, None if out is None else partial(_cast_output, out)))
+        until_reshard[part] = stack.pop_all().close
+
+
+def _is_whole(group: Any) -> bool:
+    """Return True if the shards of a group are the parameters that it computes with."""
+    low, is_moved = group.mp_policy.param_dtype, isinstance(group.offload_policy, CPUOffloadPolicy)
+    is_cut = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+    return not is_cut and not is_moved and all(low in (None, one.sharded_param.dtype) for one in group.fsdp_params)
+
+
+def _register_local(part: Any) -> Callable[[], None]:
+    items = [item for group in own_groups(part) if group.is_sharded for item in group.fsdp_params]
+    for item in items:
+        local = item.sharded_param.to_local().detach()
+        item._setattr_on_modules(nn.Parameter(local, requires_grad=item.sharded_param.requires_grad))
+
+    def undo() -> None:
+        for item in items:
+            item._setattr_on_modules(item.sharded_param)
+
+    return undo
+
+
+def _replace_hooks(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Callable[[], None]:
+    """Take the hooks that serve gathers out of a module's table; returns what puts them back in their places.
+
+    Args:
+        hooks: The table.
+        cast: What takes the place of FSDP2's own hook; `None`: nothing does.
+    """
+    before = dict(hooks)
+    inside = {key: cast if is_fsdp_hook(hook) else None for key, hook in before.items() if _serves_gathers(hook)}
+
+    def fill(kept: dict[int, Any]) -> None:
+        added = {key: hook for key, hook in hooks.items() if key not in before}
+        hooks.clear()
+        hooks.update({key: hook for key, hook in kept.items() if hook is not None} | added)
+
+    fill(before | inside)
+    return lambda: fill({key: hook for key, hook in before.items() if key in inside or key in hooks})
+
+
+def _serves_gathers(hook: Any) -> bool:
+    function = getattr(hook, "_torchdynamo_orig_callable", hook)  # under `Sharding.compile`
+    function = getattr(function, "func", function)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return is_fsdp_hook(hook) or name.startswith(_FOR_SHARDS)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floating(output, dtype)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a tree."""
+
+    def cast(_: str, leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(cast, tree)
+
+
+def bytes_to_keep(module: nn.Module) -> int:
+    """Return the memory that `keep_full` takes for all groups of a module, the largest message included.
+
+    Not collective. The module is resharded.
+    """
+    sizes = [0]
+    for group in fsdp_groups(module):
+        if not _is_whole(group):
+            low = group.mp_policy.param_dtype
+            items = ((one._orig_size.numel(), low or one.sharded_param.dtype) for one in group.fsdp_params)
+            sizes.append(sum(num_elements * dtype.itemsize for num_elements, dtype in items))
+    return sum(sizes) + max(sizes)
 
 
 def reshard(module: nn.Module) -> None:

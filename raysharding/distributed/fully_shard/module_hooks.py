@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from raysharding.config import Sharding
 from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard.execution_order import last_execution_order
+from raysharding.distributed.fully_shard.internals import cast_floating
 from raysharding.tree import leaves, map_leaves
 
 
@@ -159,7 +160,7 @@ def cast_inputs_before_forward(module: nn.Module, dtype: torch.dtype) -> None:
         for leaf in chosen:
             # The model made it for hidden states in a wider dtype, and gives it to the later blocks, too.
             leaf._follows_inputs = True
-        return _cast(args, dtype), _cast(kwargs, dtype)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
@@ -179,10 +180,10 @@ def keep_full_precision(module: nn.Module) -> None:
         stored = _floating([*module._parameters.values(), *module._buffers.values()])
         inside = stored[0].dtype if stored else torch.float32
         outside[:] = [leaf.dtype for leaf in _floating((args, kwargs)) if leaf.dtype != inside]
-        return _cast(args, inside), _cast(kwargs, inside)
+        return cast_floating(args, inside), cast_floating(kwargs, inside)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, outside[-1]) if outside else output
+        return cast_floating(output, outside[-1]) if outside else output
 
     # Behind FSDP2's hooks: after the parameters are gathered, and before they are freed.
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -191,11 +192,6 @@ def keep_full_precision(module: nn.Module) -> None:
 
 def _floating(tree: Any) -> list[Any]:
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a tree."""
-    return map_leaves(lambda _, leaf: leaf.to(dtype) if _floating(leaf) else leaf, tree)
 
 
 def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:

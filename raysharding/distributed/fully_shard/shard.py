@@ -36,10 +36,20 @@ from raysharding.distributed.comm import is_accelerator, mesh_group, using_group
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import keep_low_precision_grads, reduce_after_backward
-from raysharding.distributed.fully_shard.internals import add_hooks, kept_whole, offloaded, reshard, summoned
+from raysharding.distributed.fully_shard.internals import (
+    add_hooks,
+    fsdp_modules,
+    init_roots,
+    is_kept_gathered,
+    keep_full,
+    kept_whole,
+    offloaded,
+    reshard,
+    summoned,
+)
 from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import InitialValues
-from raysharding.distributed.fully_shard.module_group import note_mesh
+from raysharding.distributed.fully_shard.module_group import note_mesh, over_ranks_of
 from raysharding.distributed.fully_shard.module_hooks import (
     cast_inputs_before_forward,
     compile_blocks,
@@ -48,7 +58,7 @@ from raysharding.distributed.fully_shard.module_hooks import (
     move_inputs_before_forward,
     set_prefetching,
 )
-from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
+from raysharding.distributed.fully_shard.same_parameters import compare_before_forward, compare_now
 from raysharding.errors import PlanError
 from raysharding.models import (
     full_precision_groups,
@@ -201,6 +211,34 @@ def _keep_full_precision(module: nn.Module) -> None:
             isinstance(submodule, FSDPModule) or not any(isinstance(item, DTensor) for item in submodule.parameters())
         ):
             keep_full_precision(submodule)
+
+
+@over_ranks_of("module")
+def keep_gathered(module: nn.Module) -> None:
+    """Gather all parameters, and keep them, without FSDP2's hooks, until `reshard`; collective.
+
+    Forwards without gradients are then not collective, and those of an unsharded module. See `keep_full`.
+
+    Wire: each shard to each rank, once. Memory: `bytes_to_keep`: the full parameters in the dtype that they are
+    computed in, beside the shards. Groups that are not cut (W=1, replicas) and compute in their stored dtype on the
+    device of their shards are not copied. A module that is kept already costs nothing.
+
+    Args:
+        module: The sharded root module, between calls.
+
+    Raises:
+        PlanError: On every rank: ranks shard different parameters.
+        RuntimeError: Inside `summon_full_params`; or, on a rank alone, there is no memory: the others wait in the
+            gather until the deadline.
+    """
+    module = unwrapped(module)
+    if is_kept_gathered(module):
+        return
+    reshard(module)  # raises inside `summon_full_params`
+    compare_now(module)
+    init_roots(module)
+    for part in fsdp_modules(module):
+        keep_full(part)
 
 
 def show_shards(module: nn.Module) -> None:

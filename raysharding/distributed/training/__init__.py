@@ -4,7 +4,6 @@ from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan, Metric
 from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.forward import Forwarding
-from raysharding.distributed.training.gathered import is_kept_gathered, keep_gathered
 from raysharding.distributed.training.generate import check_generation, generate
 from raysharding.distributed.training.losses import LossFunction, positions_of
 from raysharding.distributed.training.predict import Columns, Prediction, PredictPlan

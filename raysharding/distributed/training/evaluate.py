@@ -14,7 +14,6 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agreeing, current_group, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
-from raysharding.distributed.training.gathered import keep_gathered
 from raysharding.distributed.training.losses import (
     LossFunction,
     call_model,
@@ -61,7 +60,6 @@ class Evaluation:
         """Open the data, and free parameters that are gathered; collective. Arguments as for `Fit`."""
         self._plan = plan
         self._group = current_group()
-        self._summons = plan.summon_full_params
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
         known = None
         if module is not None:
@@ -90,10 +88,6 @@ class Evaluation:
         if passes is None:
             return False
         module = unwrapped(module)
-        if self._summons is not False:
-            with recovering(module):
-                if not keep_gathered(module, self._summons):
-                    self._summons = False  # the ranks ask once a run
         for batch in passes[0]:
             with recovering(module), torch.no_grad(), module_mode(module, training=False):
                 output = self._forward(module, batch)

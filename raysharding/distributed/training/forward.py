@@ -10,8 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch, RankOutput
 from raysharding.distributed.comm import any_rank, using_group
-from raysharding.distributed.fully_shard import check_execution_order, group_of, module_mode, recovering, without_trace
-from raysharding.distributed.training.gathered import is_kept_gathered
+from raysharding.distributed.fully_shard import (
+    check_execution_order,
+    group_of,
+    is_kept_gathered,
+    module_mode,
+    recovering,
+    without_trace,
+)
 from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation

@@ -26,13 +26,14 @@ from raysharding.distributed.fully_shard import (
     fork_rng_of,
     fsdp_modules,
     init_roots,
+    is_kept_gathered,
+    keep_gathered,
     module_mode,
     over_ranks_of,
     recovering,
     reshard,
     unwrapped,
 )
-from raysharding.distributed.training.gathered import is_kept_gathered, keep_gathered
 
 _SEEDS = 1 << 62
 _REFUSED = {
@@ -44,20 +45,13 @@ _REFUSED = {
 
 
 @over_ranks_of("module")
-def generate(
-    module: nn.Module,
-    batch: RankBatch,
-    *,
-    training: bool = False,
-    keep: bool = True,
-    summon_full_params: bool | None = None,
-) -> RankOutput:
+def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
     """Generate token ids for this rank's part of a batch; collective.
 
-    All parameters are gathered once, if they fit on every rank, and each rank runs until its own rows have ended; see
-    `keep_gathered`. Else each rank runs one forward per token until all ranks have finished, and FSDP gathers the
-    parameters of each block in each forward: the wire carries the model once per token. A class with a `generate` of
-    its own (Whisper, MusicGen) may run forwards that other ranks do not, and is gathered in any case.
+    After `keep_gathered` each rank runs until its own rows have ended. Else each runs one forward per token until all
+    ranks have finished, and FSDP gathers the parameters of each block in each forward: the wire carries the model once
+    per token. A class with a `generate` of its own (Whisper, MusicGen) may run forwards that other ranks do not, and is
+    gathered in any case, for this call.
 
     Args:
         module: The sharded root module, which has transformers' `generate`.
@@ -65,8 +59,6 @@ def generate(
             samples with numbers of its own, which follow from it. Default: drawn from a generator for this purpose.
         training: True for train mode, False for eval mode.
         keep: True if this rank's ids are needed.
-        summon_full_params: True to gather all parameters once, False to gather by blocks. Default: where they fit.
-            Without effect on a class with a `generate` of its own.
 
     Returns:
         Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
@@ -90,7 +82,9 @@ def generate(
         _check_starts(module, kwargs)
         is_common = getattr(run, "__module__", "") == "transformers.generation.utils"
         was_kept = is_kept_gathered(module)
-        is_kept = keep_gathered(module, summon_full_params if is_common else True)
+        if not is_common:
+            keep_gathered(module)
+        is_kept = is_kept_gathered(module)
         is_alone = is_kept and batch.is_dummy
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
             kwargs["synced_gpus"] = not is_kept and get_world_size() > 1

@@ -42,6 +42,7 @@ from raysharding.data import (
 from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0, get_rank, get_world_size
 from raysharding.distributed.fully_shard import (
     check_execution_order,
+    is_kept_gathered,
     module_mode,
     move_inputs,
     recovering,
@@ -49,7 +50,6 @@ from raysharding.distributed.fully_shard import (
     weights_fingerprint,
 )
 from raysharding.distributed.training.data_loader import open_source
-from raysharding.distributed.training.gathered import is_kept_gathered, keep_gathered
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.losses import call_model, known_arguments
 from raysharding.distributed.training.passes import agreed_passes, own_pass
@@ -176,7 +176,6 @@ class Prediction:
         self._share = -(-plan.batch_size // self._world_size)
         self._files = None if plan.output is None else PartFiles(plan.output)
         self._schema: Any = None
-        self._summons = plan.summon_full_params
         self._key_types = self._types_of_keys()
         self.parts, self._todo = self._find_parts(module)
         self._left = num_forwards(self._todo, self._share, self._world_size)
@@ -219,10 +218,6 @@ class Prediction:
             Exception: Any error of the model; if all ranks raise the same, later calls are correct.
         """
         num_rows, left = 0, self._left
-        if left and self._summons is not False:
-            with recovering(unwrapped(module)):
-                if not keep_gathered(unwrapped(module), self._summons):
-                    self._summons = False  # the ranks ask once a run
         for _ in range(min(num_steps, left)):
             batch = self._step(unwrapped(module))
             num_rows += batch.counts[self._rank]
@@ -368,8 +363,7 @@ class Prediction:
             if kwargs.get("seed") is not None:  # each forward draws other samples
                 kwargs["seed"] += self._left * self._world_size
             whole = replace(batch, wrapped_kwargs=kwargs)
-            summons = self._summons
-            return generate(module, whole, keep=not batch.is_dummy, summon_full_params=summons).value
+            return generate(module, whole, keep=not batch.is_dummy).value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
                 output = call_model(module, batch.args, batch.kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharding import Sharding
-from raysharding.distributed import init_mesh, shard_module
+from raysharding.batch import Split, deal
+from raysharding.distributed import footprint, init_mesh, shard_module
 from raysharding.distributed.comm import collective_counters
 from raysharding.distributed.comm.device import current_device
-from raysharding.distributed.fully_shard import move_inputs, recovering, reshard
-from raysharding.distributed.training import gathered, is_kept_gathered, keep_gathered
+from raysharding.distributed.fully_shard import is_kept_gathered, keep_gathered, move_inputs, recovering, reshard
+from raysharding.distributed.training.generate import generate
 from tests.distributed.checks import on_ranks
 from tests.distributed.training.training_cases import CASES
 from tests.spawn import device_type
@@ -77,10 +77,11 @@ def test_kept_parameters(replicate_size: int) -> None:
         expected, before = logits(module), hooks(module)
         reshard(module)
         shards = {fqn: one.to_local().clone() for fqn, one in module.named_parameters() if hasattr(one, "to_local")}
-        assert keep_gathered(module), name
+        keep_gathered(module)
+        assert is_kept_gathered(module), name
         with collectives() as num_collectives:
             found = [logits(module) for _ in range(2)]
-            assert keep_gathered(module), "the second time costs nothing"
+            keep_gathered(module)  # the second time costs nothing
             assert num_collectives() == 0, name
         assert all(torch.equal(one, expected) and one.dtype == expected.dtype for one in found), name
         assert not any(hasattr(one, "to_local") for one in module.parameters()), name
@@ -142,26 +143,53 @@ def test_an_error_ends_it() -> None:
     assert torch.equal(logits(module), expected)
 
 
-@on_ranks(2)
-def test_too_little_memory() -> None:
-    """One rank without the memory is enough for all to go by groups, and a line says what is missing."""
+@on_ranks(2, sim=(2,))
+def test_memory_that_one_rank_lacks() -> None:
     module = sharded("default", 1)
-    expected = logits(module)
-    reshard(module)
-    found = gathered.available_bytes
-    gathered.available_bytes = (lambda: 1000) if dist.get_rank() else found
+    assert footprint.missing_to_keep(module) == ""
+    of_host = footprint.available_bytes
+    footprint.available_bytes = (lambda: 1000) if dist.get_rank() else of_host
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert not keep_gathered(module)
-            assert keep_gathered(module, wanted=True), "the user knows better"
+        text = footprint.missing_to_keep(module)
     finally:
-        gathered.available_bytes = found
-    texts = [str(one.message) for one in said]
-    if dist.get_rank() == 0:
-        assert any("are missing where rank 1 is" in text and "1000 B are free" in text for text in texts), texts
-    else:
-        assert not texts
-    reshard(module)
-    assert not keep_gathered(module, wanted=False)
-    assert torch.equal(logits(module), expected)
+        footprint.available_bytes = of_host
+    if device_type() == "cpu":
+        # The same on every rank: both ranks are on this host, and hold the model and its largest group.
+        assert re.search(r"takes [\d.]+ KiB a rank, and [\d.]+ KiB are missing where rank 1 is \(1000 B are free", text)
+
+
+@on_ranks(2, 4, sim=(2,))
+def test_each_rank_generates_until_its_own_rows_end() -> None:
+    """Rows of unlike lengths, and a rank that has none: the ids of one process, padded to the longest."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    twin: Any = CASES["llama"].build().eval()
+    module, device = sharded("default", 1), current_device(device_type())
+    prompts = CASES["llama"].rows()["input_ids"][:3]
+    ids = twin.generate(prompts, max_new_tokens=9, do_sample=False)[:, prompts.shape[1] :]
+    end = next(one for one in ids.unique().tolist() if len({(row == one).int().argmax().item() for row in ids}) > 1)
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    expected = twin.generate(prompts, **options)
+    calls: list[int] = []
+
+    def length_of(row: torch.Tensor) -> int:
+        new = row[prompts.shape[1] :].tolist()
+        return new.index(end) + 1 if end in new else len(new)
+
+    assert isinstance(module, LlamaForCausalLM)
+    for keeps in (True, False):
+        batch = deal((Split(prompts),), options, dist.get_world_size())[dist.get_rank()]
+        if keeps:
+            keep_gathered(module)
+        handle = module.register_forward_pre_hook(lambda *_: calls.append(1))
+        found = generate(module, batch.replaced(lambda value: move_inputs(value, device))).value
+        handle.remove()
+        assert is_kept_gathered(module) == keeps
+        own = expected.tensor_split(dist.get_world_size())[dist.get_rank()]
+        if not batch.is_dummy:
+            assert torch.equal(found, own), keeps
+        lengths = [length_of(row) for row in (own if keeps else expected)]
+        assert len(calls) == max(lengths, default=0), keeps
+        calls.clear()
+        reshard(module)

@@ -26,14 +26,14 @@ ROWS = torch.ones(3, 8)
 
 
 def test_a_full_cluster_names_this_programs_own_groups(checkpoint: Path) -> None:
-    wide, waits = Placement(cpus_per_rank=3), Timeouts(place_s=0.2)
+    wide, waits = Placement(cpus_per_rank=2.5), Timeouts(place_s=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         group = make_group(checkpoint, placement=wide)
     with group:
         with pytest.raises(PlacementError, match="busy") as caught:
             make_group(checkpoint, placement=wide, timeouts=waits)
-        own = f"this program's own {group.name} holds 2 x 3 CPU ({checkpoint}, ready)"
+        own = f"this program's own {group.name} holds 2 x 2.5 CPU ({checkpoint}, ready)"
         assert own in str(caught.value)
         assert "end it by its shutdown()" in str(caught.value)
         with pytest.raises(PlacementError, match="infeasible") as caught:
@@ -42,7 +42,7 @@ def test_a_full_cluster_names_this_programs_own_groups(checkpoint: Path) -> None
 
 
 def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path: Path) -> None:
-    wide: dict[str, Any] = {"name": "again", "placement": Placement(cpus_per_rank=3)}
+    wide: dict[str, Any] = {"name": "again", "placement": Placement(cpus_per_rank=2.5)}
     with pytest.warns(UserWarning, match=r"name='again': .* `ray start --head`") as caught:
         first = ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(), world_size=2, device="cpu", **wide)
     assert caught[0].filename == __file__
