@@ -313,7 +313,7 @@ def test_small_parameters_of_another_dtype_stay_whole(root: Path) -> None:
 
 
 def bf16_equals_one_process(name: str, path: Path) -> None:
-    """Every rank has all five_rows, so that averages are exact; two steps, clipped, and the save."""
+    """Every rank has all rows, so that averages are exact; two steps, clipped, and the save."""
     import transformers
 
     module: Any = build_module(None, open_checkpoint(path), torch.bfloat16)
@@ -321,7 +321,7 @@ def bf16_equals_one_process(name: str, path: Path) -> None:
     rs.load_checkpoint(module, open_checkpoint(path), loading=Loading(dtype="bfloat16"))
     twin = getattr(transformers, name).from_pretrained(path, dtype=torch.bfloat16).eval()
     batch = batch_for(twin)
-    optimizer, other = (torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, twin))
+    optimizer, other = adamw(module), adamw(twin)
     for _ in range(2):
         losses = [loss_of(each, batch) for each in (module.eval(), twin)]
         assert torch.equal(*losses), losses

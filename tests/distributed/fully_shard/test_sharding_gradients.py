@@ -423,7 +423,7 @@ LLAMA: Model = (ARCHITECTURES["llama-tied"].make, tokens, None)
 SCHEDULES: list[tuple[Model, list[str]]] = [
     (ADAPTED, ["^2", "", "low|high", "^2", ""]),
     (ADAPTED, ["low|high", "base", "^0"]),
-    (LLAMA, ["norm", "", "embed_tokens"]),
+    (LLAMA, ["norm", "", "embed_tokens", "q_proj", ""]),
 ]
 
 
@@ -451,7 +451,7 @@ def equals_fresh_ones(model: Model, patterns: list[str], dtype: torch.dtype, num
             module(**{key: value for key, value in batch.kwargs.items() if key != "target"})
 
 
-@on_ranks(3, full=(2, 4))
+@on_ranks(2, 3, full=(4,))
 def test_others_in_another_dtype() -> None:
     """Adapters in fp32 on a base in bf16: either may be trained, but one FSDP group has one dtype of gradients."""
     fields: dict[str, Any] = {"wrap": ["Adapted"], "mixed_precision": "bf16"}
@@ -476,7 +476,7 @@ def test_others_in_another_dtype() -> None:
     assert not torch.equal(found["0.base.weight"], before["0.base.weight"])
 
 
-@on_ranks(3, full=(2, 4))
+@on_ranks(2, 3, full=(4,))
 def test_requires_grad_set_while_full_parameters_are_registered() -> None:
     """By names, on the full parameters, or by the shards that a list holds: the later one counts."""
     module, batch = sharded(build(adapted), wrap="none"), mine(rows(FROZEN_ROWS, 6))
@@ -491,7 +491,7 @@ def test_requires_grad_set_while_full_parameters_are_registered() -> None:
         assert all(parameter.requires_grad == is_trained for parameter in shards), (of_shards, is_trained)
 
 
-@on_ranks(3, full=(2, 4))
+@on_ranks(2, 3, full=(4,))
 def test_freezing_and_thawing(replicate_size: int) -> None:
     low = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     fields: dict[str, Any] = {"replicate_size": replicate_size}

@@ -132,6 +132,10 @@ def check_later(name: str, build: Callable[[], nn.Module]) -> None:
     whole, some = columns_of(0, True), columns_of(1, False)
     for form, columns in itertools.product(map(Form, refused), (whole, some)):
         Pair(build).refuses(form.case, columns)
+    for form in map(Form, read):  # what counts in part comes first, in one part
+        pair = Pair(build)
+        for columns in (some, columns_of(2, False), whole):
+            pair.take(form.case, columns)
     for form, num_parts in itertools.product(map(Form, read), (1, 2)):
         pair = Pair(build)
         # In parts, what counts in part comes first.
