@@ -17,7 +17,7 @@ from torch import nn
 
 from raysharding.checkpoint.format import TensorInfo
 from raysharding.errors import PlanError
-from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
+from raysharding.models.block_tensor import MAX_RUNS, BlockTensor, Run
 from raysharding.models.conversion import Conversion, Routing, declared_ties, part_outside_base, route
 from raysharding.models.stand_in import clean_name
 

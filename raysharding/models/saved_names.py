@@ -21,7 +21,7 @@ from torch import nn
 
 from raysharding.models.adapter_merge import canonical_names
 from raysharding.models.adapters import AdapterNames, all_names
-from raysharding.models.blocks import MAX_RUNS, BlockTensor, Run
+from raysharding.models.block_tensor import MAX_RUNS, BlockTensor, Run
 from raysharding.models.conversion import declared_ties, is_transformers_model
 from raysharding.models.stand_in import class_name, stand_in
 

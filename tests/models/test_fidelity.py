@@ -16,7 +16,7 @@ from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.distributed.transfer.sources import CheckpointSource, Request, as_memory, extents_of
 from raysharding.models import KeyMap, build_module, differing_ties, map_keys, saved_layout
 from raysharding.models import key_mapping as ties
-from raysharding.models.blocks import BlockTensor, UnsupportedOperationError
+from raysharding.models.block_tensor import BlockTensor, UnsupportedOperationError
 from tests.models.architectures import ARCHITECTURES
 from tests.models.filling import everything, load_values, rewrite
 from tests.models.tiny import tiny_models
@@ -275,7 +275,7 @@ def test_a_reshape_of_one_range_keeps_it() -> None:
 
 def test_a_reshape_of_too_many_ranges_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, (whole,) = numbered(1, (4, 2, 3))
-    monkeypatch.setattr("raysharding.models.blocks.MAX_RUNS", 3)
+    monkeypatch.setattr("raysharding.models.block_tensor.MAX_RUNS", 3)
     with pytest.raises(UnsupportedOperationError, match="more than 3 contiguous ranges"):
         whole.narrow(1, 0, 1).reshape(-1)
 
