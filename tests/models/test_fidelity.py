@@ -99,7 +99,7 @@ def test_a_conversion_that_is_no_ranges_is_told(tmp_path: Path, monkeypatch: pyt
     model.save_pretrained(tmp_path / "theirs")
     theirs = open_checkpoint(tmp_path / "theirs")
     assert saved_layout(model, held(model)).keys() == theirs.tensors.keys()
-    for name in ("blocks", "saved_names"):
+    for name in ("block_tensor", "saved_names"):
         monkeypatch.setattr(f"raysharding.models.{name}.MAX_RUNS", 2)
     module = build_module(None, theirs, None)
     with pytest.warns(UserWarning, match=r"Inkling2ForCausalLM: the save has the module's own names.*save_pretrained"):
