@@ -426,8 +426,8 @@ def keep_full(part: Any) -> None:
 
     Note [Gathered]: what forwards then cost.
         FSDP2 gathers a group's parameters in each forward of the group, and frees them behind it: for `generate` the
-        wire carries the model once per token. Its hooks also take tens of microseconds a module on the host, which on
-        a GPU is a multiple of a decoding step, at W=1 too. The parameters that are kept are those that FSDP2's own
+        wire carries the model once per token. Its hooks cost the host time, at W=1 too, where FSDP2 besides copies the
+        shards in each forward. The parameters that are kept are those that FSDP2's own
         `unshard` registers, in the dtype that the group computes in; without the hooks a forward is that of an
         unsharded module, bit for bit as before.
     """

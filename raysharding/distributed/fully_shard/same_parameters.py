@@ -56,8 +56,7 @@ def compare_before_forward(module: nn.Module) -> None:
 
     def compare(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() or any(num_shards > 1 for _, num_shards in mesh_sizes(module)):
-            require_same_parameters(module)
-            _hooks.pop(module).remove()
+            compare_now(module)
 
     _hooks[module] = module.register_forward_pre_hook(compare, prepend=True)
 

@@ -38,7 +38,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": "eager"},
 }
 
-_GATHERS = re.compile("FSDP|_Order|prefetch")
+_GATHERS = re.compile("FSDP|ExecutionOrder|prefetch|_settle_trained|_hook_bases")
 
 
 def sharded(name: str, replicate_size: int) -> nn.Module:
