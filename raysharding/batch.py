@@ -651,6 +651,8 @@ class RankOutput:
     """Paths of leaves that already hold the value of the whole batch, equal on every rank: the loss."""
     local: tuple[str, ...] = ()
     """Paths of leaves whose shape looks like rows but does not scale with them (CLIP's rows × rows logits)."""
+    num_sequences: int = 1
+    """Number of adjacent entries that leaves have for each row."""
 
 
 def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence[int], dim: int) -> Any:
@@ -693,7 +695,7 @@ def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int 
     if len(live) <= 1:
         return outputs[0].value
     reduced, local = outputs[0].reduced, {path for output in outputs for path in output.local}
-    live_rows = [rows[rank] for rank in live]
+    live_rows = [rows[rank] * outputs[rank].num_sequences for rank in live]
 
     def join(path: str, values: list[Any]) -> Any:
         """Join one subtree; `values` holds each live rank's copy of the subtree."""

@@ -291,9 +291,9 @@ class CallTimeoutError(GroupError, TimeoutError):
 
 
 class CallCancelledError(GroupError):
-    """Ctrl-C or `group.interrupt()` removed the call from the queue before any rank began it; the group is unharmed.
+    """Ctrl-C, `group.interrupt()` or `Call.cancel()` removed the call from the queue; the group is unharmed.
 
-    A `fit` that `interrupt` ends between two steps also raises this error.
+    A `fit` that `interrupt` ends between two steps also raises this error, and a stream that was cancelled.
     """
 
 

@@ -20,7 +20,14 @@ from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.saving import Destination, SaveReport
-from raysharding.distributed.training import Columns, check_generation, check_max_grad_norm, positions_of
+from raysharding.distributed.training import (
+    Columns,
+    Metric,
+    OutputFunction,
+    check_generation,
+    check_max_grad_norm,
+    positions_of,
+)
 from raysharding.distributed.weights import CopyReport
 from raysharding.group.calls import (
     Call,
@@ -40,6 +47,7 @@ from raysharding.group.calls import (
     output_path,
     rank_statuses,
     read_log,
+    streamed,
 )
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -286,6 +294,7 @@ class ShardedModelGroup:
         self,
         /,
         *args: Any,
+        fn: OutputFunction | None = None,
         mode: Mode = None,
         out: Out | None = None,
         summon_full_params: bool | None = None,
@@ -298,6 +307,10 @@ class ShardedModelGroup:
                 other value is passed to all ranks. A sole `Split` of a mapping, such as a tokenizer's batch, is
                 distributed as keyword arguments: `forward(Split(batch))`. The ranks fetch the value of an `ObjectRef`,
                 and the model gets numpy arrays as tensors.
+            fn: `fn(outputs, batch)`, which runs on each rank: what it returns is the output of the call, and the rest
+                stays there. `outputs` is the model's output, on its device; `batch` its arguments, a mapping or a
+                tuple. Tensors with this rank's rows in the first dim are joined in row order, as outputs are. It must
+                not run the model or a collective; `current_worker().module` is the module. Default: the output itself.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             summon_full_params: True for one of many forwards: gather all parameters, and keep them on the ranks until a
@@ -321,7 +334,7 @@ class ShardedModelGroup:
         check_out(out)
         batches = self._deal("forward", args, kwargs)
         collect = collect_outputs(out, batches[0].rows, batches[0].dim)
-        extra = (mode, out, summon_full_params)
+        extra = (mode, out, summon_full_params, fn)
         return self._client.submit_batches("forward", batches, *extra, collect=collect).keep_alive(self)
 
     @handle
@@ -329,9 +342,11 @@ class ShardedModelGroup:
         self,
         /,
         *args: Any,
+        fn: OutputFunction | None = None,
         mode: Mode = None,
         out: Out | None = None,
         summon_full_params: bool | None = None,
+        stream: bool = False,
         **kwargs: Any,
     ) -> Call[Any]:
         """Generate token ids by transformers' own `generate`, on every rank for its rows.
@@ -342,21 +357,30 @@ class ShardedModelGroup:
 
         Args:
             *args: As for `forward`: the prompt, usually `Split(tokenizer(texts, return_tensors="pt"))`.
+            fn: As for `forward`; `outputs` is what transformers returns on the rank: ids, or with
+                `return_dict_in_generate=True` its output class. There `output_scores=True` and
+                `compute_transition_scores` of the module give the log-probabilities of the chosen tokens, and the
+                scores, rows x tokens x vocabulary, do not travel.
             mode: As for `forward`.
             out: As for `forward`.
             summon_full_params: True to gather all parameters once in any case, False to gather by groups, for each
                 token anew. Default: `Sharding.summon_full_params`.
+            stream: True for tokens as they come: `call = group.generate.remote(..., stream=True)`, and `call.stream()`
+                yields `(row, token id)`. Ends with `call.cancel()` or a loop that is left; a rank that raises alone
+                breaks the group. Not for beam search.
             **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`;
                 and `seed=`, an int, for the same samples again (by the same number of ranks).
                 `prefix_allowed_tokens_fn` receives the index of a row among its rank's rows, not in the batch.
 
         Returns:
             Ids, int64 [rows, length], with the prompts first unless the model is an encoder-decoder; rows that ended
-            early are padded at the end.
+            early are padded at the end. With `return_dict_in_generate=True` transformers' output class, with what was
+            asked for (`output_scores=True`); the scores of a rank whose rows have all ended go on as if the pad token
+            were certain: 0 for it, -inf for the others.
 
         Raises:
             ValueError: As for `forward`, or an argument that ranks in lockstep do not support: `streamer`,
-                `assistant_model`, `return_dict_in_generate`, `synced_gpus`.
+                `assistant_model`, `synced_gpus`.
             GroupError: The model cannot generate, or raised.
         """
         check_mode(mode, default="eval")
@@ -365,8 +389,12 @@ class ShardedModelGroup:
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
         collect = collect_generated(out, batches[0].rows)
-        extra = (mode, out, summon_full_params)
-        return self._client.submit_batches("generate", batches, *extra, collect=collect).keep_alive(self)
+        extra = (mode, out, summon_full_params, fn)
+        if not stream:
+            return self._client.submit_batches("generate", batches, *extra, collect=collect).keep_alive(self)
+        collect, keep = streamed(collect)
+        call = self._client.submit_batches("generate_stream", batches, *extra, collect=collect, keep_step=keep)
+        return call.keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -620,7 +648,7 @@ class ShardedModelGroup:
         loss: Callable[..., Any] | None = None,
         eval_data: Any = None,
         eval_every: int | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         keep_best: str | None = None,
         stop: EarlyStop | None = None,
         max_grad_norm: float | None = None,
@@ -709,7 +737,7 @@ class ShardedModelGroup:
         *,
         batch_size: int,
         rows_per_item: int = 1,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         loss: Callable[..., Any] | None = None,
         with_loss: bool = True,
         max_steps: int | None = None,
@@ -726,7 +754,10 @@ class ShardedModelGroup:
             rows_per_item: As for `fit`.
             metrics: Name → `metric(output, ...)`, which receives the arguments of the batch that its signature names,
                 and returns (sum, count) over its rows: the value is the sum of all sums divided by the sum of all
-                counts. Metrics run on the ranks.
+                counts. Metrics run on the ranks. What is no such sum (F1, AUC) is a pair `(values, compute)`:
+                `values(output, ...)` returns a tensor or a tuple of tensors with rows in the first dim, which stay on
+                the ranks' CPUs until the end, and then go to rank 0; there `compute(*values)`, a function or a
+                torchmetrics `Metric`, gets those of all rows in the data's order.
             loss: As for `train_step`.
             with_loss: True to compute the loss; without it rows need no labels. Default True.
             max_steps: Number of batches after which to end. Default: all.

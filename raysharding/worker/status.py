@@ -76,12 +76,14 @@ class RankStatus:
         """True if later steps will be correct."""
         self.whole = True
         """True if no weights or optimizer state are partially changed."""
-        self.weights_version = 0
+        self.num_changes = 0
         """Number of changes to weights or optimizer that a restart from the files of before would lose."""
-        self.saved_version = 0
-        """Version that was loaded last, or saved in the foreground."""
-        self.copied_version: int | None = None
-        """Version that the last background save copied; `None` if it saves no optimizer."""
+        self.num_changes_saved = 0
+        """That number when files were loaded last, or saved in the foreground."""
+        self.num_changes_copied: int | None = None
+        """That number when the last background save copied; `None` if it saves no optimizer."""
+        self.version_offset = 0
+        """`weights_version` without the changes."""
         self.accumulation = Accumulation()
         """The passes since the last update."""
         self.is_spent = True
@@ -215,10 +217,15 @@ class RankStatus:
             reshard(self._module)
 
     @property
+    def weights_version(self) -> int:
+        """Increases with each change of weights or optimizer and each load; that of the source after a `copy_to`."""
+        return self.version_offset + self.num_changes
+
+    @property
     def is_saved(self) -> bool:
         """True if files hold weights and optimizer: they were loaded or saved, and not changed since."""
-        committed = None if self.saver.last_committed is None else self.copied_version
-        return self.weights_version in (self.saved_version, committed)
+        committed = None if self.saver.last_committed is None else self.num_changes_copied
+        return self.num_changes in (self.num_changes_saved, committed)
 
     def forget_gradients(self) -> None:
         """Exclude the gradients of earlier passes from the next update."""

@@ -143,7 +143,7 @@ class Trainer:
         with self._status.running("call", "set_scheduler"):
             continues, inherited = attach_schedule(optimizer, schedule)
             # A restart from the files would go on with the schedule that was replaced.
-            self._status.weights_version += bool(continues)
+            self._status.num_changes += bool(continues)
             return continues, inherited
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
@@ -199,7 +199,7 @@ class Trainer:
                 training=is_training(mode, default="train"),
                 gradient_accumulation_steps=gradient_accumulation_steps,
             )
-            self._status.weights_version += 1
+            self._status.num_changes += 1
             return metrics
 
     def forward_backward(
@@ -238,7 +238,7 @@ class Trainer:
             done = self._status.accumulation
             self._status.forget_gradients()
             metrics = optim_step(self._status.module, optimizer, done, max_grad_norm=max_grad_norm)
-            self._status.weights_version += 1
+            self._status.num_changes += 1
             return metrics
 
     def zero_grad(self) -> None:
@@ -357,7 +357,7 @@ class Trainer:
                 self.position = self._fit.position
             if step_metrics is None:
                 return self._taken(is_over=True)
-            self._status.weights_version += 1
+            self._status.num_changes += 1
             self._steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import LoadReport, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
-from raysharding.distributed.training import Forwarding, generate
+from raysharding.distributed.training import Forwarding, OutputFunction, Tokens, TokenStream, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
@@ -41,10 +41,10 @@ _current: list[Worker] = []
 
 
 def current_worker() -> Worker:
-    """Return the worker whose `call(fn)` is running, with the rank's module, mesh, optimizer and device.
+    """Return the worker whose `call(fn)`, or `fn` of a forward, is running, with the rank's module and device.
 
     Raises:
-        RuntimeError: No `call(fn)` is running on this process.
+        RuntimeError: No such function is running on this process.
     """
     if not _current:
         raise RuntimeError("current_worker() works only on a rank, inside the function given to group.call(fn)")
@@ -150,9 +150,10 @@ class Worker:
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=status.loading, **options)
                 moved = True
+                status.version_offset += 1
                 status.loaded = None if self.load_report.kept else given
                 if not self.load_report.kept:  # adapters that stay are of other files, and as much in files as before
-                    status.saved_version = status.weights_version
+                    status.num_changes_saved = status.num_changes
                 self.trainer.position = None
                 if state is not None:
                     state.run(status.loading, **options)
@@ -190,13 +191,14 @@ class Worker:
             if spec.key in self._stopped_copies:
                 copy.stop()  # the driver was faster than the call
             try:
-                figures = copy.run(self.module, spec, self.status.follow)
+                figures = copy.run(self.module, spec, self.status.follow, self.status.weights_version)
             finally:
                 self._stopped_copies.discard(spec.key)
                 if copy.is_stopped:
                     self._forget_copy(spec.token)
             if not spec.is_source:
-                self.status.weights_version += 1
+                self.status.num_changes += 1
+                self.status.version_offset = figures["weights_version"] - self.status.num_changes
                 self.trainer.drop_gradients()
             return figures
 
@@ -229,6 +231,7 @@ class Worker:
         mode: Literal["train", "eval"] | None = None,
         out: Out | None = None,
         summon_full_params: bool | None = None,
+        fn: OutputFunction | None = None,
     ) -> RankOutput:
         """Run the model on this rank's part of the batch, without gradients. Collective.
 
@@ -239,6 +242,7 @@ class Worker:
                 rank's.
             summon_full_params: True to gather all parameters, and keep them until a call without it.
                 Default: `Sharding.summon_full_params`.
+            fn: `fn(outputs, batch)`: what it returns is the output; `current_worker()` works in it.
 
         Returns:
             The output on the CPU, without caches; `loss` is reduced over the ranks if the call has a `Split`. The
@@ -256,6 +260,7 @@ class Worker:
                 batch = replace(batch, dim=out.dim)
             return self._forwarding.run(
                 self.status.on_device(batch),
+                fn and self._as_current()(fn),
                 training=is_training(mode, default="eval"),
                 keep=self._wants(out) and not batch.is_dummy,
             )
@@ -266,6 +271,7 @@ class Worker:
         mode: Literal["train", "eval"] | None = None,
         out: Out | None = None,
         summon_full_params: bool | None = None,
+        fn: OutputFunction | None = None,
     ) -> RankOutput:
         """Generate token ids for this rank's part of the batch. Collective.
 
@@ -275,14 +281,54 @@ class Worker:
             out: As for `forward`.
             summon_full_params: True to gather all parameters once, False to gather by groups, anew for each token.
                 Default: `Sharding.summon_full_params`.
+            fn: As for `forward`.
         """
         with self.status.running("generate", "generate"):
-            training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
             self.status.keep_gathered(summon_full_params)
             try:
-                return generate(self.module, self.status.on_device(batch), training=training, keep=keep)
+                return self._generate(batch, mode, out, fn)
             finally:
                 self.status.release_gathered()
+
+    def generate_stream(
+        self,
+        batch: RankBatch,
+        mode: Literal["train", "eval"] | None = None,
+        out: Out | None = None,
+        summon_full_params: bool | None = None,
+        fn: OutputFunction | None = None,
+    ) -> Generator[Tokens | None, None, RankOutput]:
+        """Generate as `generate` does, and yield on rank 0 the tokens of all ranks' rows, step by step. Collective.
+
+        A rank that stops iterating before the end must do so on the step of the others.
+        """
+        is_silent = batch.is_dummy if batch.rows else self.rank != 0
+        stream = TokenStream(partial(self._generate, batch, mode, out, fn), is_silent=is_silent)
+        try:
+            while True:
+                with self.status.running("generate", "generate", keeps_gathered=True):
+                    self.status.keep_gathered(summon_full_params)
+                    tokens = stream.next()
+                    if tokens is None:
+                        output: RankOutput = stream.result()
+                        return output
+                yield tokens if self.rank == 0 else None
+        finally:
+            stream.close()
+            self.status.release_gathered()
+
+    def _generate(
+        self,
+        batch: RankBatch,
+        mode: Literal["train", "eval"] | None,
+        out: Out | None,
+        fn: OutputFunction | None,
+        stream: TokenStream | None = None,
+    ) -> RankOutput:
+        training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
+        current = fn and self._as_current()(fn)
+        own = self.status.on_device(batch)
+        return generate(self.module, own, current, training=training, keep=keep, stream=stream)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.
@@ -302,9 +348,8 @@ class Worker:
             # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
             show_shards(self.module)
             before = last or version(self.module, self.optimizer)
-            _current.append(self)
             try:
-                with roots_before_blocks(self.module), ExitStack() as self._streams:
+                with self._as_current(), roots_before_blocks(self.module), ExitStack() as self._streams:
                     value = fn(*args, **(kwargs or {}))
             except BaseException as error:
                 # `fn` may have aborted a backward; FSDP2 would then leave later gradients unreduced.
@@ -312,12 +357,20 @@ class Worker:
                 mark_recovery(error, recover_after(error, self.module), torn=torn)
                 raise
             finally:
-                _current.pop()
                 self._streams = None
             status.is_spent = False  # `fn` may have run a backward of its own
             status.version_after_call = version(self.module, self.optimizer)
-            status.weights_version += status.version_after_call != before
+            status.num_changes += status.version_after_call != before
             return value
+
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        """Return a context in which `current_worker()` is this worker; it decorates functions, too."""
+        _current.append(self)
+        try:
+            yield
+        finally:
+            _current.pop()
 
     def reset(self) -> None:
         """Reset the module to its state before a step, without gradients. No collective, but every rank must call it.
@@ -433,11 +486,11 @@ class Worker:
             holds_all = dtype is None and state is self.optimizer  # what training continues from
             if async_save:
                 number = status.saver.save(*what)
-                status.copied_version = status.weights_version if holds_all else None
+                status.num_changes_copied = status.num_changes if holds_all else None
                 return number
             report = begin_save(*what).run(status.follow)
             if holds_all:
-                status.saved_version = status.weights_version
+                status.num_changes_saved = status.num_changes
             return report
 
     def close(self) -> None:

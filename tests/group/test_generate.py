@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,17 @@ import ray
 import torch
 import transformers
 
-from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Sharding, Split
+from raysharding import (
+    CallCancelledError,
+    DataError,
+    GroupError,
+    Out,
+    PerRank,
+    ShardedModelGroup,
+    Sharding,
+    Split,
+    current_worker,
+)
 from raysharding.group import GroupState
 from tests.conftest import make_group
 from tests.distributed.fidelity import CASES, make_checkpoint
@@ -21,7 +31,7 @@ from tests.models.architectures import ARCHITECTURES
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 VOCAB = 64
-NO_STEP = functools.partial(torch.optim.SGD, lr=0.0)
+NO_STEP = partial(torch.optim.SGD, lr=0.0)
 PROMPTS = torch.randint(3, VOCAB, (5, 4), generator=torch.Generator().manual_seed(3))
 
 
@@ -96,6 +106,133 @@ def test_what_comes_back_is_as_for_forward(llama: ShardedModelGroup) -> None:
     assert torch.equal(torch.cat([streamed[rank] for rank in range(3)]), whole)
 
 
+def new_ids(row: torch.Tensor, end: int) -> list[int]:
+    """The new ids of a row, up to and with its end token."""
+    ids: list[int] = row[PROMPTS.shape[1] :].tolist()
+    return ids[: ids.index(end) + 1] if end in ids else ids
+
+
+@pytest.mark.parametrize("gathers", [None, False])
+def test_tokens_come_as_they_are_generated(llama: ShardedModelGroup, directory: Path, gathers: bool | None) -> None:
+    """Each row's in order, a token of all rows a step; rows that end early have no padding, and the result is whole."""
+    end = ended_early(reference_of("llama", directory))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    for rows in (5, 2):
+        expected = llama.generate(Split(PROMPTS[:rows]), **options)
+        call = llama.generate.remote(Split(PROMPTS[:rows]), stream=True, summon_full_params=gathers, **options)
+        came = list(call.stream(60))
+        steps = [sum(one == row for one, _ in came[:index]) for index, (row, _) in enumerate(came)]
+        assert steps == sorted(steps), "no row is ahead of another"
+        by_row = [[token for one, token in came if one == row] for row in range(rows)]
+        assert by_row == [new_ids(row, end) for row in expected]
+        assert torch.equal(call.result(), expected)
+    several = options | {"do_sample": True, "num_return_sequences": 2, "seed": 3, "stream": True}
+    call = llama.generate.remote(PROMPTS[:1], **several)
+    assert {row for row, _ in call.stream(60)} == {0, 1}
+
+
+def count_forwards() -> None:
+    module: Any = current_worker().module
+
+    def count(*_: Any) -> None:
+        module.forwards += 1
+
+    if not hasattr(module, "forwards"):
+        module.register_forward_pre_hook(count)
+    module.forwards = 0
+
+
+@pytest.mark.parametrize("gathers", [None, False])
+def test_a_stream_that_is_left_ends_within_two_tokens(llama: ShardedModelGroup, gathers: bool | None) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "min_new_tokens": 30, "summon_full_params": gathers}
+    expected = llama.generate(Split(PROMPTS), do_sample=False, **options)
+    llama.call(count_forwards)
+    call = llama.generate.remote(Split(PROMPTS), stream=True, do_sample=False, **options)
+    waiting = llama.generate.remote(Split(PROMPTS), stream=True, do_sample=False, **options)
+    waiting.cancel()
+    for number, _ in enumerate(call.stream(60)):
+        if number == 3 * len(PROMPTS):
+            break
+    with pytest.raises(CallCancelledError, match="was cancelled between two of its steps"):
+        call.result(60)
+    with pytest.raises(CallCancelledError, match="before any rank began it"):
+        waiting.result(60)
+    forwards = llama.call(lambda: current_worker().module.forwards)
+    assert max(forwards) <= 4 + 2, "four tokens were asked for"
+    assert torch.equal(llama.generate(Split(PROMPTS), do_sample=False, **options), expected)
+    done = llama.generate.remote(Split(PROMPTS), do_sample=False, **options)
+    done.result()
+    done.cancel()
+    assert torch.equal(done.result(), expected)
+
+
+def log_probabilities(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+    assert len(batch["input_ids"]) == len(outputs.sequences)
+    module = current_worker().module
+    return {
+        "ids": outputs.sequences,
+        "log_probabilities": module.compute_transition_scores(  # type: ignore[operator]
+            outputs.sequences, outputs.scores, normalize_logits=True
+        ),
+    }
+
+
+def test_log_probabilities_of_the_chosen_tokens_are_those_of_one_process(
+    llama: ShardedModelGroup, directory: Path
+) -> None:
+    """`fn` has transformers' scores on the rank; ranks that end at different times have results of one length."""
+    reference = reference_of("llama", directory)
+    end = ended_early(reference)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    whole = reference.generate(PROMPTS, **options)
+    expected = reference.compute_transition_scores(whole.sequences, whole.scores, normalize_logits=True)
+    until = [len(new_ids(row, end)) for row in whole.sequences]
+    for gathers in (None, False):
+        found = llama.generate(input_ids=Split(PROMPTS), fn=log_probabilities, summon_full_params=gathers, **options)
+        assert torch.equal(found["ids"], whole.sequences)
+        for row, number in enumerate(until):
+            torch.testing.assert_close(found["log_probabilities"][row, :number], expected[row, :number])
+        # All of it travels where it is asked for.
+        given = llama.generate(input_ids=Split(PROMPTS), summon_full_params=gathers, output_logits=True, **options)
+        assert type(given) is type(whole)
+        assert given.past_key_values is None
+        for row, number in enumerate(until):
+            for step in range(number):
+                torch.testing.assert_close(given.scores[step][row], whole.scores[step][row])
+        assert len(given.logits) == len(whole.scores)
+    several: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": 5}
+    several |= {"return_dict_in_generate": True}
+    beams = llama.generate(Split(PROMPTS), **several)
+    assert torch.equal(beams.sequences, reference.generate(PROMPTS, **several).sequences)
+
+
+def test_only_what_fn_returns_travels(llama: ShardedModelGroup, directory: Path) -> None:
+    """Rows in order, also of a square result, and what one rank raises leaves the group READY."""
+    logits = reference_of("llama", directory)(input_ids=PROMPTS).logits.detach()
+
+    def last(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        return {"last": outputs.logits[:, -1], "ids": batch["input_ids"]}
+
+    found = llama.forward(input_ids=Split(PROMPTS), fn=last)
+    torch.testing.assert_close(found["last"], logits[:, -1])
+    assert torch.equal(found["ids"], PROMPTS)
+    six = PROMPTS.repeat(2, 1)[:6]
+    square = llama.forward(input_ids=Split(six), fn=lambda outputs, batch: outputs.logits[:, :2, 0])
+    torch.testing.assert_close(square, logits.repeat(2, 1, 1)[:6, :2, 0])
+    products = llama.forward(input_ids=Split(six), fn=lambda outputs, _: outputs.logits[:, 0] @ outputs.logits[:, 0].T)
+    assert isinstance(products, PerRank), "rows by rows of each rank"
+
+    def fail(outputs: Any, batch: Any) -> None:
+        if current_worker().rank == 1:
+            raise KeyError("only here")
+
+    for call in (partial(llama.forward, input_ids=Split(PROMPTS)), partial(llama.generate, PROMPTS, max_new_tokens=2)):
+        with pytest.raises(DataError, match=r"fn=.*fail raised KeyError: 'only here'"):
+            call(fn=fail)
+        assert llama.state is GroupState.READY
+
+
 def test_samples_differ_over_ranks_and_repeat_with_the_seed(llama: ShardedModelGroup) -> None:
     same = PROMPTS[:1].repeat(6, 1)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "temperature": 5.0}
@@ -123,7 +260,7 @@ def test_a_train_step_after_it_is_right(llama: ShardedModelGroup, directory: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"return_dict_in_generate": True}, "only the token ids come back"),
+        ({"assistant_model": "small"}, "every rank would need one"),
         ({"synced_gpus": True}, "kept in step where they have to be"),
         ({"mode": "fast"}, "mode='fast'"),
     ],

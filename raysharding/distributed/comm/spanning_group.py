@@ -189,17 +189,18 @@ class SpanningGroup:
             except dist.DistNetworkError as error:
                 raise PeerLostError("rank 0 of the source, which serves the store, is gone") from error
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return True if `flag` is True on a rank; collective, with the same result on every rank that returns."""
-        value = torch.tensor([float(flag)])
+    def maxima(self, *values: int) -> list[int]:
+        """Return the largest of each value over the ranks; collective, the same on every rank that returns."""
+        found = torch.tensor(values)
         try:
             # Every rank calls this at the same points, failed or not; one that cannot has stopped, which ends the wait.
             options = dist.AllreduceOptions()
-            options.timeout = self._timeout
-            self.wait(self._attempt(lambda: self._gloo.allreduce([value], options)))
+            options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), self._timeout
+            self.wait(self._attempt(lambda: self._gloo.allreduce([found], options)))
         except PeerLostError as error:
             raise PeerLostError(f"a rank of either group {error}") from error
-        return bool(value.item())
+        maxima: list[int] = found.tolist()
+        return maxima
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work:
         """Start to send uint8 data, on the CPU or on the device of `add_device`, to a rank."""

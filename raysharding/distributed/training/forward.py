@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch, RankOutput
-from raysharding.distributed.comm import any_rank, using_group
+from raysharding.distributed.comm import agreeing, any_rank, using_group
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     group_of,
@@ -21,9 +22,12 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
+from raysharding.errors import DataError
 from raysharding.tree import children, leaves, map_leaves, rebuild
 
 _CACHES = ("past_key_values", "cache_params", "mems")
+OutputFunction: TypeAlias = Callable[[Any, Any], Any]
+"""`fn(outputs, batch)`: the model's output on its device, and its arguments, a mapping or a tuple."""
 LeafKey = tuple[str, int, int]
 """Path, number of dims, row dim."""
 _NAMES_OF_LABELS = ("label", "position", "loss")
@@ -41,11 +45,14 @@ class Forwarding:
         self._module = module
         self._holds_rows: dict[LeafKey, bool] = {}
 
-    def run(self, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
+    def run(
+        self, batch: RankBatch, fn: OutputFunction | None = None, *, training: bool = False, keep: bool = True
+    ) -> RankOutput:
         """Run the module on this rank's part of a batch, without gradients; collective.
 
         Args:
             batch: From `deal`, on the module's device.
+            fn: `fn(outputs, batch)`: returns what is kept in place of the output. Not collective.
             training: True for train mode, False for eval mode; modes of submodules are restored.
             keep: True if this rank's output is needed.
 
@@ -55,15 +62,19 @@ class Forwarding:
 
         Raises:
             Exception: Any error of the module; if all ranks raise the same, later calls are correct.
+            DataError: On every rank: `fn` raised on one rank.
         """
         with using_group(group_of(self._module)), recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
-                value, reduced = self._over_passes(batch)
-            local = self._settle(value, batch)
-        return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
+                value, own, reduced = self._over_passes(batch)
+                if fn is not None:
+                    with agreeing():
+                        value, reduced = call_on_outputs(fn, value, own), ()
+            local = self._settle(value, batch, fn)
+        return RankOutput(map_leaves(to_cpu, value) if keep else None, reduced, local)
 
-    def _over_passes(self, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
-        """Return the output, with the loss of the whole batch in place of this rank's, and the name of that loss."""
+    def _over_passes(self, batch: RankBatch) -> tuple[Any, RankBatch, tuple[str, ...]]:
+        """Return the output, with the loss of the whole batch for this rank's, its batch, and the name of that loss."""
         (passes,) = passes_of_call(self._module, batch, 1, "forward")
         done, own, value = Accumulation(), own_pass(passes), None
         for one in passes:
@@ -76,10 +87,10 @@ class Forwarding:
                 done.add(found)
         loss, nodes = find_loss(value), children(value)
         if done.num_passes < len(passes) or nodes is None:
-            return value, ()
+            return value, own, ()
         names = [name for name, item in nodes if item is loss][:1]
         whole = torch.full_like(loss, done.loss())
-        return rebuild(value, [whole if name in names else item for name, item in nodes]), tuple(names)
+        return rebuild(value, [whole if name in names else item for name, item in nodes]), own, tuple(names)
 
     def _forward(self, batch: RankBatch) -> tuple[Any, BatchLoss | None]:
         """Return the output, and the loss of all ranks' rows if the model has one."""
@@ -89,7 +100,7 @@ class Forwarding:
                 return value, None
         return forward_with_loss(self._module, batch)
 
-    def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:
+    def _settle(self, value: Any, batch: RankBatch, fn: OutputFunction | None) -> tuple[str, ...]:
         """Return the leaves that only look like rows. Collective if all ranks have the same number of rows.
 
         A [2, 2] output of 2 rows can be two labels per row, or rows by rows (CLIP): another forward, with a different
@@ -101,17 +112,37 @@ class Forwarding:
         num_rows = counts.pop()
         found = dict(leaves(value))
         keys = {path: (path, found[path].ndim, batch.dim) for path in ambiguous_leaves(value, num_rows, batch.dim)}
+        known = self._holds_rows if fn is None else {}
         # The extra forward is collective: a rank that ran it alone would wait in its first all-gather.
-        if any_rank(any(key not in self._holds_rows for key in keys.values())):
+        if any_rank(any(key not in known for key in keys.values())):
             item = batch.rows_per_item
             other = item if num_rows > item else 2 * item
             (probes,) = passes_of_call(self._module, batch.resized(other), 1, "forward")
             with without_trace(self._module):
                 outputs = [without_caches(call_model(self._module, probe.args, probe.kwargs)) for probe in probes]
-            after = dict(leaves(outputs[probes.index(own_pass(probes))]))
+            own = own_pass(probes)
+            output = outputs[probes.index(own)]
+            if fn is not None:
+                with agreeing():
+                    output = call_on_outputs(fn, output, own)
+            after = dict(leaves(output))
             for path, key in keys.items():
-                self._holds_rows[key] = follows_rows(found[path], after.get(path), other, batch.dim)
-        return tuple(path for path, key in keys.items() if not self._holds_rows[key])
+                known[key] = follows_rows(found[path], after.get(path), other, batch.dim)
+        return tuple(path for path, key in keys.items() if not known[key])
+
+
+def call_on_outputs(fn: OutputFunction, outputs: Any, batch: RankBatch) -> Any:
+    """Return `fn(outputs, batch)`.
+
+    Raises:
+        DataError: `fn` raised.
+    """
+    try:
+        with torch.no_grad():
+            return fn(outputs, batch.kwargs or batch.args)
+    except Exception as error:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise DataError(f"fn={name} raised {type(error).__name__}: {error}") from error
 
 
 def _whole(_: str, leaf: Any) -> Any:
@@ -119,7 +150,7 @@ def _whole(_: str, leaf: Any) -> Any:
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
-def _to_cpu(_: str, leaf: Any) -> Any:
+def to_cpu(_: str, leaf: Any) -> Any:
     """Return a tensor detached, on the CPU, and without storage beyond its elements."""
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -34,18 +34,28 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
 )
+from raysharding.distributed.training.forward import OutputFunction, call_on_outputs, to_cpu, without_caches
+from raysharding.distributed.training.token_stream import TokenStream
+from raysharding.tree import map_leaves
 
 _SEEDS = 1 << 62
 _REFUSED = {
     "synced_gpus": "the ranks are kept in step where they have to be",
-    "streamer": "it would print on the ranks; generate fewer tokens a call",
+    "streamer": "it would run on the ranks: stream=True, and Call.stream() on the driver",
     "assistant_model": "every rank would need one; run it in call(fn)",
-    "return_dict_in_generate": "only the token ids come back; run it in call(fn) for the rest",
 }
 
 
 @over_ranks_of("module")
-def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
+def generate(
+    module: nn.Module,
+    batch: RankBatch,
+    fn: OutputFunction | None = None,
+    *,
+    training: bool = False,
+    keep: bool = True,
+    stream: TokenStream | None = None,
+) -> RankOutput:
     """Generate token ids for this rank's part of a batch; collective.
 
     After `keep_gathered` each rank runs until its own rows have ended. Else each runs one forward per token until all
@@ -57,12 +67,17 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         module: The sharded root module, which has transformers' `generate`.
         batch: From `deal`, on the module's device: the arguments of `generate`, and `seed`, 0 or more. Each rank
             samples with numbers of its own, which follow from it. Default: drawn from a generator for this purpose.
+        fn: `fn(outputs, batch)`, which gets what transformers returns, on the device, and the arguments; what it
+            returns is the output. Not collective.
         training: True for train mode, False for eval mode.
         keep: True if this rank's ids are needed.
+        stream: Takes the tokens of each step; then a rank that raises alone leaves the others waiting in a collective.
 
     Returns:
         Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
-        that of the longest row of all ranks, and shorter rows are padded at the end.
+        that of the longest row of all ranks, and shorter rows are padded at the end. With `return_dict_in_generate`
+        transformers' output, where the scores and logits of a rank that ended early go on as if the pad token were
+        certain: 0 for it, -inf for the others. There, and in `fn`, the first dim is rows * sequences.
 
     Raises:
         ValueError: On every rank, if the module cannot generate, an argument is not supported, or some rows of
@@ -86,6 +101,10 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             keep_gathered(module)
         is_kept = is_kept_gathered(module)
         is_alone = is_kept and batch.is_dummy
+        if stream is not None:
+            if not is_common:
+                raise ValueError(f"a {type(module).__name__} has a generate() of its own, without a stream of tokens")
+            stream.end_tokens, kwargs["streamer"] = _token_ids(module, kwargs, "eos_token_id"), stream
         if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
             kwargs["synced_gpus"] = not is_kept and get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
@@ -97,30 +116,70 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
                 for root in fsdp_modules(module, root_only=True):
                     root.unshard()
             # Ranks that run on their own may raise alone: the others would wait for the lengths below.
-            with agreeing() if is_kept else _until_all_end(module):
+            with agreeing() if is_kept else nullcontext(), _until_all_end(module, stream, is_kept=is_kept) as goes_on:
                 # A rank without rows would else go on for as long as its dummy takes.
-                ids = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
-                if not isinstance(ids, torch.Tensor):
-                    raise ValueError(f"generate() returned a {type(ids).__name__}, and no ids: run it in call(fn)")
+                found = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
+                if stream is not None:
+                    _ = is_alone and goes_on(True)
+                    stream.exchange(is_done=True)  # what transformers put after its last step
+                if not isinstance(getattr(found, "sequences", found), torch.Tensor):
+                    raise ValueError(f"generate() returned a {type(found).__name__}, and no ids: run it in call(fn)")
         if not was_kept:
             reshard(module)
-        # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
-        longest = max(length for (length,) in all_gather_ints([ids.shape[1]]))
-        # As transformers: with the pad token, else the first end token.
-        padding = [_token_ids(module, batch.kwargs, name) for name in ("pad_token_id", "eos_token_id")]
-        ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=next(filter(None, padding), [0])[0])
+        found, ids = _padded(module, batch, found)
+        if fn is not None:
+            with agreeing():
+                found = None if is_alone else call_on_outputs(fn, found, batch)
     num_rows = len(ids) if batch.num_held is None else batch.num_held
-    several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
-    return RankOutput(several.cpu() if keep else None)
+    num_sequences = len(ids) // num_rows
+    if isinstance(found, torch.Tensor) and fn is None and num_sequences > 1:
+        found, num_sequences = found.unflatten(0, (num_rows, -1)), 1
+    value = map_leaves(to_cpu, without_caches(found)) if keep else None
+    return RankOutput(value, num_sequences=num_sequences)
+
+
+def _padded(module: nn.Module, batch: RankBatch, found: Any) -> tuple[Any, torch.Tensor]:
+    """Return what `generate` has returned, as long as that of the rank that ran longest, and its ids; collective.
+
+    As transformers pads rows: with the pad token, else the first end token.
+    """
+    ids = getattr(found, "sequences", found)
+    steps = {name: getattr(found, name, None) or () for name in ("scores", "logits")}
+    # Every rank calls this, with a dummy row too: the others would wait in the all-gather.
+    lengths = all_gather_ints([ids.shape[1], *map(len, steps.values())])
+    longest, *num_steps = map(max, zip(*lengths, strict=True))
+    padding = [_token_ids(module, batch.kwargs, name) for name in ("pad_token_id", "eos_token_id")]
+    pad = next(filter(None, padding), [0])[0]
+    ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad)
+    if isinstance(found, torch.Tensor):
+        return ids, ids
+    found.sequences = ids
+    for (name, own), number in zip(steps.items(), num_steps, strict=True):
+        if own:
+            certain = torch.full_like(own[0], -torch.inf).index_fill_(1, torch.tensor(pad, device=ids.device), 0.0)
+            found[name] = (*own, *[certain] * (number - len(own)))
+    return found, ids
 
 
 @contextmanager
-def _until_all_end(module: nn.Module) -> Iterator[None]:
-    """Let transformers' loop run until the ranks of the current group end; it asks those of the default group."""
-    if current_group() is not None:
-        module.__dict__["_has_unfinished_sequences"] = lambda is_done, *_, **__: any_rank(not is_done)
+def _until_all_end(module: nn.Module, stream: TokenStream | None, *, is_kept: bool) -> Iterator[Callable[..., bool]]:
+    """Let transformers' loop run until the ranks of the current group end; it asks those of the default group.
+
+    With a stream, a rank whose rows have ended takes part in its steps; with gathered parameters without a forward.
+    """
+
+    def goes_on(is_done: bool, *_: Any, **__: Any) -> bool:
+        if stream is None:
+            return any_rank(not is_done)
+        while stream.exchange(is_done=is_done):
+            if not (is_kept and is_done):
+                return True
+        return False
+
+    if stream is not None or (current_group() is not None and not is_kept):
+        module.__dict__["_has_unfinished_sequences"] = goes_on
     try:
-        yield
+        yield goes_on
     finally:
         module.__dict__.pop("_has_unfinished_sequences", None)
 

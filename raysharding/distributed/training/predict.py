@@ -50,6 +50,7 @@ from raysharding.distributed.fully_shard import (
     weights_fingerprint,
 )
 from raysharding.distributed.training.data_loader import open_source
+from raysharding.distributed.training.forward import call_on_outputs
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.losses import call_model, known_arguments
 from raysharding.distributed.training.passes import agreed_passes, own_pass
@@ -378,9 +379,9 @@ class Prediction:
         if plan.fn is not None:
             columns = self._columns_of_fn(plan.fn, output, batch, taken)
         elif plan.generate_kwargs is not None:
-            kwargs = {**batch.kwargs, **plan.generate_kwargs}
-            columns = {"generated": without_padding(module, output, kwargs)}
-            types = {**types, "generated": as_table({"generated": output[:0]}, {}).schema.field("generated").type}
+            kwargs, ids = {**batch.kwargs, **plan.generate_kwargs}, getattr(output, "sequences", output)
+            columns = {"generated": without_padding(module, ids, kwargs)}
+            types = {**types, "generated": as_table({"generated": ids[:0]}, {}).schema.field("generated").type}
         else:
             columns = {"logits": last_logits(output, batch.kwargs.get("attention_mask"))}
         keys = (
@@ -390,11 +391,9 @@ class Prediction:
 
     def _columns_of_fn(self, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch) -> Mapping[str, Any]:
         try:
-            with torch.no_grad():
-                columns = fn(output, batch.kwargs or batch.args)
-        except Exception as error:
-            what = f"fn={self._plan.fn_name} raised {type(error).__name__}: {error}"
-            raise DataError(f"{what} ({_place(taken)})") from error
+            columns: Mapping[str, Any] = call_on_outputs(fn, output, batch)
+        except DataError as error:
+            raise DataError(f"{error} ({_place(taken)})") from error.__cause__
         check_columns(self._plan.fn_name, columns, len(taken.rows), self._plan.keys)
         return columns
 

@@ -106,6 +106,7 @@ class WeightCopy:
         self._shards: PlanShards | None = None
         self._has_written = False
         self._is_planned = False
+        self._version = 0
         self.is_stopped = False
         """True if a copy failed: the next one between the groups needs new connections."""
         self.running = ""
@@ -124,16 +125,18 @@ class WeightCopy:
         self._links = {}
         self._span.close()
 
-    def run(self, module: nn.Module, spec: CopySpec, progress: Progress) -> dict[str, Any]:
+    def run(self, module: nn.Module, spec: CopySpec, progress: Progress, version: int = 0) -> dict[str, Any]:
         """Copy once; collective over the ranks of both groups.
 
         Args:
             module: The module of this rank's group.
             spec: The copy.
             progress: Called as by `load_checkpoint`.
+            version: Version of the weights of this rank's group.
 
         Returns:
-            Figures of this rank, and `lost`: on the source why the target may not have the weights; `None` if it has.
+            Figures of this rank, `weights_version` of the source, and `lost`: on the source why the target may not
+            have the weights; `None` if it has.
 
         Raises:
             PlanError: On all ranks of both groups: the modules do not fit together. Nothing has changed.
@@ -142,7 +145,7 @@ class WeightCopy:
         """
         begun, peak = time.monotonic(), MemoryPeak(message_device(module))
         self._has_written = self._is_planned = False
-        self._span.until = begun + spec.limit_s
+        self._span.until, self._version = begun + spec.limit_s, version
         error = self._attempt(lambda: self._prepare(module, spec))
         plan_s = time.monotonic() - begun
         if self._is_source and spec.merge:
@@ -160,6 +163,7 @@ class WeightCopy:
             "is_through_device": self._is_through_device,
             "num_tensors": len(self._plan.names),
             "num_bytes": self._plan.num_bytes,
+            "weights_version": self._version,
             "lost": lost,
         }
 
@@ -189,7 +193,9 @@ class WeightCopy:
             self._is_joined, self._span.until = True, until
         described, tensors = self._describe(module, spec)
         # Every rank of both groups calls this first: none sends before all are in the call.
-        self._is_planned = self._span.any_rank(described != self._own_layout)
+        version = self._version if self._is_source else 0
+        is_planned, self._version = self._span.maxima(described != self._own_layout, version)
+        self._is_planned = bool(is_planned)
         if self._is_planned:
             self._plan_anew(module, spec, described)
         staged = spec.staged and not self._is_source
@@ -353,7 +359,7 @@ class WeightCopy:
     def _finish(self) -> str | None:
         """Meet all ranks of both groups at the end; return why that failed. The target has taken the weights before."""
         try:
-            self._span.any_rank(False)
+            self._span.maxima(0)
         except PeerLostError as error:
             return str(error)
         return None

@@ -38,6 +38,8 @@ class CopyReport(Report):
     """True if the target received the weights beside its own before it took them."""
     is_through_device: bool = False
     """True if messages went from device to device, by NCCL on GPUs; False if all bytes went through host memory."""
+    weights_version: int = 0
+    """Version of the copied weights; see `Call.weights_version`."""
 
     @classmethod
     def of(cls, source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]], **options: bool) -> Self:
@@ -54,6 +56,7 @@ class CopyReport(Report):
             source_extra_bytes=tuple(one["host_bytes"] for one in source),
             target_extra_bytes=tuple(one["host_bytes"] for one in target),
             is_through_device=target[0]["is_through_device"],
+            weights_version=target[0]["weights_version"],
             **options,
         )
 

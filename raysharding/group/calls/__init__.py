@@ -8,6 +8,7 @@ from raysharding.group.calls.call import (
     collect_outputs,
     collect_rank0,
     collect_returns,
+    streamed,
 )
 from raysharding.group.calls.callback_thread import is_callback_thread
 from raysharding.group.calls.client import Client

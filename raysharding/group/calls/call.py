@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
@@ -36,6 +37,9 @@ class CallGroup(Interruptible, Protocol):
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of the result of this driver's call with a number."""
 
+    def cancel(self, number: int) -> None:
+        """End this driver's call with a number if it has not begun, or runs in steps."""
+
     def progress(self, number: int) -> tuple[int, int]:
         """Return the bytes that this driver's call with a number has done, and its total."""
 
@@ -48,6 +52,8 @@ class Collect:
     """Returns the result of the whole call."""
     own: Callable[[Any], Any] = lambda value: value
     """Returns one rank's part, given the value it sent; for `per_rank()` and `stream()`."""
+    tokens: SimpleQueue[Any] | None = None
+    """Lists of what `stream()` yields of a call in steps, and `None` at the end."""
     as_refs: bool = False
     """True if the ranks' values are left in the object store as plain objects."""
 
@@ -94,6 +100,9 @@ class Call(Generic[T]):
         """Called when the caller gets the error of the call."""
         self.follows = False
         """True if the call failed because the other part of a joint call could not run."""
+        self.weights_version: int | None = None
+        """Version of the weights that the call ran with, or has made, once it has succeeded: 1 as first loaded; more by
+        each update, by each load or restart, and by each `call` that wrote to them; after a `copy_to` the source's."""
 
     @classmethod
     def in_thread(cls, name: str, fn: Callable[[], T]) -> Self:
@@ -107,7 +116,12 @@ class Call(Generic[T]):
 
         def run() -> None:
             try:
-                call._collected.append(fn())
+                value = fn()
+                # A report says it, and a table of `predict` in its schema.
+                noted = getattr(getattr(value, "schema", None), "metadata", None) or {}
+                version = noted.get(b"weights_version", getattr(value, "weights_version", None))
+                call.weights_version = None if version is None else int(version)
+                call._collected.append(value)
             except BaseException as error:  # noqa: BLE001 - raised by result(), which would otherwise wait forever
                 call.end(error)
             else:
@@ -155,6 +169,9 @@ class Call(Generic[T]):
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
         """Yield `(rank, value)` as the ranks finish, with the values of `per_rank`.
 
+        Of a `generate(stream=True)` yield `(row, token id)` as tokens come, a row's own in order, up to and with its
+        end token. A loop that is left early, or dropped, cancels the call.
+
         Args:
             timeout_s: Longest wait in total.
 
@@ -163,6 +180,9 @@ class Call(Generic[T]):
             GroupError: As for `result`, after the values of the ranks that finished before.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._collect.tokens is not None:
+            yield from self._tokens(self._collect.tokens, until, timeout_s)
+            return
         arrived = set[int]()
         for rank, sent in self._items(until, timeout_s):
             arrived.add(rank)
@@ -171,6 +191,34 @@ class Call(Generic[T]):
         for rank in range(self._world_size):
             if rank not in arrived:
                 yield rank, self._collect.own(self.value(rank))
+
+    def _tokens(
+        self, tokens: SimpleQueue[Any], until: float | None, timeout_s: float | None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield what the thread of `take_items` has put, until the call has ended."""
+        try:
+            while True:
+                self._refuse_to_wait()
+                with nullcontext() if self._group is None else DeferredInterrupts(self._group):
+                    left = None if until is None else max(0.0, until - time.monotonic())
+                    found = tokens.get(timeout=left)
+                if found is None:
+                    break
+                yield from found
+        except Empty:
+            raise self._too_slow(timeout_s) from None
+        except GeneratorExit:
+            self.cancel()
+            raise
+        self._wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Cancel the call if no rank has begun it, or if it is a `generate(stream=True)`, after the current token.
+
+        Another call that runs goes on to its end. Does not wait; a cancelled call raises `CallCancelledError`.
+        """
+        if self._group is not None and not self.done():
+            self._group.cancel(self.number)
 
     def _items(self, until: float | None, timeout_s: float | None) -> Iterator[tuple[int, Sent]]:
         """Yield the parts of the result as they come, until the call has ended."""
@@ -200,6 +248,8 @@ class Call(Generic[T]):
                     self._lost = error  # and the other items are taken nevertheless: the ranks wait for that
         finally:
             self._taken.set()
+            if self._collect.tokens is not None:
+                self._collect.tokens.put(None)
 
     def wait_taken(self) -> None:
         """Wait until `take_items` has taken all of a call that has ended; its fetches have deadlines.
@@ -386,6 +436,17 @@ def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
     if ids.as_refs:
         return ids
     return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
+
+
+def streamed(collect: Collect) -> tuple[Collect, Callable[[Any], None]]:
+    """Return how a call in steps makes its result, and what takes rank 0's value of each step for its `stream()`."""
+    tokens = SimpleQueue[Any]()
+
+    def keep(value: Any) -> None:
+        if isinstance(value, list):  # the last value is the result
+            tokens.put(value)
+
+    return replace(collect, tokens=tokens), keep
 
 
 def _flat(ids: Any) -> Any:

@@ -94,6 +94,7 @@ class Client:
         batches: Sequence[RankBatch],
         *extra: Any,
         collect: Collect = collect_rank0,
+        keep_step: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Call:
         """Submit a command with a batch per rank, under `Timeouts.call_s`.
@@ -103,6 +104,7 @@ class Client:
             batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
             collect: Makes the result. Default: the value of rank 0.
+            keep_step: As for `submit_same`.
             options: Other fields of `Submission`.
         """
         self._refuse()
@@ -115,7 +117,7 @@ class Client:
         args, shared = pack_batches(method, batches, *extra)
         options |= {"output": "ref" if collect.as_refs else "value", "max_output_bytes": self.max_output_bytes}
         parts = (args,) if isinstance(args, Packed) else tuple(args)
-        return self._submit(method, parts, shared, self.timeouts.call_s, collect, options)
+        return self._submit(method, parts, shared, self.timeouts.call_s, collect, options, keep_step)
 
     def submit_same(
         self,
@@ -140,13 +142,8 @@ class Client:
         """
         if not is_last:
             self._refuse()
-        if keep_step is not None:
-            options |= {"takes_steps": True, "waits_for_driver": True}
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
-        call = self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options)
-        if keep_step is not None:
-            threading.Thread(target=call.take_items, args=(keep_step,), name=f"take {method}", daemon=True).start()
-        return call
+        return self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options, keep_step)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -266,8 +263,11 @@ class Client:
         deadline_s: float,
         collect: Collect,
         options: dict[str, Any],
+        keep_step: Callable[[Any], None] | None = None,
     ) -> Call:
         """Put large arguments into the object store, and send the call to the controller."""
+        if keep_step is not None:
+            options |= {"takes_steps": True, "waits_for_driver": True}
         num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
         self._wait_for_room(method)
         self.connection.require_ray()
@@ -284,6 +284,8 @@ class Client:
         with MaskedInterrupts(), self.connection.submitting:
             self.connection.refuse_if_unusable()
             self.connection.send(call, sent)
+        if keep_step is not None:
+            threading.Thread(target=call.take_items, args=(keep_step,), name=f"take {method}", daemon=True).start()
         return call
 
     def submit_pair(
@@ -341,6 +343,10 @@ class Client:
             "item", self.connection.key, number, index
         ).future()
         return future
+
+    def cancel(self, number: int) -> None:
+        """End a call of this driver that no rank has begun, or that runs in steps; waits for nothing."""
+        self.connection.tell("queue", "cancel_call", self.connection.key, number)
 
     def progress(self, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""

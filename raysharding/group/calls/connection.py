@@ -98,7 +98,7 @@ class Connection:
         """The question for the next snapshot, until it is answered or the controller is lost."""
         self._due = 0.0
         """When the controller answers it, if there is no news before."""
-        self._last_note = 0
+        self._last_note = self.weights_version = 0
         self._checked = time.monotonic()
         self._stall = (0.0, 0.0)
         self._gcs = GcsMonitor()
@@ -249,7 +249,8 @@ class Connection:
         if outcome.generation is not None:
             # Not now: what the program submits before it looks at the error is refused, too.
             call.on_raise = partial(setattr, self, "generation", outcome.generation)
-        call.follows = outcome.follows
+        call.follows, call.weights_version = outcome.follows, outcome.weights_version
+        self.weights_version = max(self.weights_version, outcome.weights_version or 0)
         call.end(raised_by(outcome), outcome.sent)
 
     def _fail_calls(self, error: GroupError) -> None:
@@ -336,6 +337,7 @@ class Connection:
         if not snapshot.ranks:  # of a controller that was restarted: where the last ranks ran is still of use
             snapshot = replace(snapshot, ranks=self.snapshot.ranks, log_paths=self.snapshot.log_paths)
         self.snapshot = snapshot
+        self.weights_version = max(self.weights_version, snapshot.weights_version)
         for number, line in snapshot.notes:
             if number > self._last_note:
                 run_logged(partial(tell, line))  # stderr may be closed

@@ -108,7 +108,7 @@ class GroupController:
         # resets all, or their collectives would differ.
         self._is_open = self._was_attached = self._resets_next = False
         self._notes: list[tuple[int, str]] = []
-        self._version = self._num_commands = self._num_notes = 0
+        self._version = self._num_commands = self._num_notes = self._weights_version = 0
         self._changed = asyncio.Event()
         if self._record.spec is not None:
             self._status.ready()
@@ -396,6 +396,7 @@ class GroupController:
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
         if (running := call.running) is not None and not running.ranks.is_stopping:
             self._resets_next = verdict.resets_next
+            self._weights_version = max(self._weights_version, running.weights_version)
             if running.accumulates is not None:
                 self._drivers.note_accumulation(call.driver, call.submission.method, is_open=running.accumulates)
         # A call that has ended was of ranks that are stopped: perhaps a restart makes others already.
@@ -519,6 +520,7 @@ class GroupController:
             ended_saves=dict(self._saves.ended),
             notes=tuple(self._notes),
             generation=self._status.generation,
+            weights_version=self._weights_version,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from raysharding.errors import GroupError
+from raysharding.errors import CallCancelledError, GroupError
 from raysharding.group.controller.copy_pair import CopyPair
 from raysharding.group.controller.drivers import Driver, Drivers
 from raysharding.group.controller.members import start
@@ -164,6 +164,18 @@ class CallQueue:
             await asyncio.wait([call.ended, beginning], return_when=asyncio.FIRST_COMPLETED)
             beginning.cancel()
         return None if call is None or call.running is None else await call.running.item(index)
+
+    async def cancel_call(self, driver: str, number: int) -> None:
+        """End a call of a driver that no rank has begun, or that runs in steps; others run to their end."""
+        await self._drivers.turn(self._drivers[driver], number + 1)
+        call = self._known.get((driver, number))
+        if call is None:
+            return
+        if call.running is not None:
+            call.running.cancel()
+        elif call in self._waiting:
+            self._waiting.remove(call)
+            call.end(Outcome(error=CallCancelledError(f"{call.submission.method}: cancelled before any rank began it")))
 
     async def progress(self, driver: str, number: int) -> tuple[int, int]:
         """Return the bytes that a running load or save has done, and its total; 0 before it runs."""

@@ -24,10 +24,11 @@ from typing import Any
 
 import ray
 
-from raysharding.errors import CallTimeoutError, GroupError, RankFailure
+from raysharding.errors import CallCancelledError, CallTimeoutError, GroupError, RankFailure
 from raysharding.group.controller import failures
 from raysharding.group.controller.members import Ranks, reply, start
 from raysharding.group.messages import (
+    END_STEPS,
     NEXT_STEP,
     Command,
     Item,
@@ -91,7 +92,8 @@ class RunningCall:
         self._sent: dict[int, Sent] = {}
         self._progress: dict[int, tuple[str, int, int]] = {}
         """Rank → its phase, bytes done and total bytes, as it last said."""
-        self._more = self._is_late = self._keeps_adapters = self._is_given_up = False
+        self._more = self._is_late = self._keeps_adapters = False
+        self._is_given_up = self._is_cancelled = self._is_cut = False
         self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
@@ -110,6 +112,11 @@ class RunningCall:
         """True if ranks hold gradients for the next update after the call; `None` if no rank has run it."""
         return any(change.accumulates for change in self._changes.values()) if self._changes else None
 
+    @property
+    def weights_version(self) -> int:
+        """Version of the ranks' weights after the call; 0 if no rank has run it."""
+        return max((change.weights_version for change in self._changes.values()), default=0)
+
     async def run(self) -> Verdict:
         """Run all steps of the call; never raises."""
         polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]
@@ -117,6 +124,9 @@ class RunningCall:
             await self._step(self.submission.method)
             while self._more and not self._observed and await self._wait_taken():
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
+            if self._more and not self._observed:
+                self._is_cut = True
+                await self._step(END_STEPS)
         finally:
             for task in polling:
                 task.cancel()
@@ -147,6 +157,11 @@ class RunningCall:
         """Return the last known phase of a rank."""
         return self._progress[rank][0] if rank in self._progress else self.submission.method
 
+    def cancel(self) -> None:
+        """End a call in steps before its next one; others run to their end."""
+        self._is_cancelled = True
+        self._change()
+
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes done and in total, as rank 0 last said."""
@@ -162,17 +177,21 @@ class RunningCall:
         """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
 
         Returns:
-            True if the next step can begin; False if a rank died, or the driver does not take the value in time.
+            True if the next step can begin; False if a rank died, the driver does not take the value in time, or it
+            has cancelled the call.
         """
         until = time.monotonic() + self.submission.deadline_s
-        while self.submission.waits_for_driver and self._num_taken < len(self._items) and not self._observed:
+        while self.submission.waits_for_driver and self._num_taken < len(self._items) and not self._ends():
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:
                 self._is_given_up = True  # a frozen driver holds up the calls of the others no longer
                 return False
         self.deadline = time.monotonic() + self.submission.deadline_s
-        return not self._observed
+        return not self._ends()
+
+    def _ends(self) -> bool:
+        return self._is_cancelled or bool(self._observed)
 
     async def _step(self, method: str) -> None:
         """Send a command to all ranks, and wait until all have finished, or failed and had their time."""
@@ -193,7 +212,8 @@ class RunningCall:
     def _command(self, method: str, args: Part) -> tuple[Any, dict[str, ray.ObjectRef]]:
         """Return an encoded command, and the references of its fields that the ranks fetch before."""
         whole = self.submission
-        fields: dict[str, Any] = {"args": args, "shared": whole.shared}
+        # Later steps go on with what the first one got.
+        fields: dict[str, Any] = {"args": args, "shared": whole.shared} if method == whole.method else {"args": None}
         refs = {name: part for name, part in fields.items() if isinstance(part, ray.ObjectRef)}
         command = Command(
             method=method,
@@ -250,8 +270,8 @@ class RunningCall:
             return
         if rank == 0:
             self._more, self._keeps_adapters = response.more, response.keeps_adapters
+        self._sent[rank] = result if response.is_stored else response.value
         if rank == 0 or not self.submission.takes_steps:
-            self._sent[rank] = result if response.is_stored else response.value
             self._items.append((rank, self._sent[rank]))
             self._change()
 
@@ -331,9 +351,12 @@ class RunningCall:
                 f"{self.submission.method} on {self.name}: its driver did not take the next part of the result within"
             )
             return Verdict(Outcome(error=CallTimeoutError(f"{what} {self.submission.deadline_s:g} s")))
+        if self._is_cut and self._is_cancelled and not self._observed:
+            what = f"{self.submission.method} on {self.name} was cancelled between two of its steps"
+            return Verdict(Outcome(error=CallCancelledError(what)))
         if not self._observed:
             sent = tuple(self._sent.get(rank) for rank in range(world_size))
-            return Verdict(Outcome(sent), keeps_adapters=self._keeps_adapters)
+            return Verdict(Outcome(sent, self.weights_version), keeps_adapters=self._keeps_adapters)
         method = self.submission.method
         error = failures.judge(self._observed, f"{method} on {self.name}", self._is_late, self._arrived)
         outcome = failures.failed(self._observed, error, world_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysharding.arguments import check_int, for_fields
 from raysharding.data import Position
-from raysharding.distributed.training import DataPlan, EvaluationPlan
+from raysharding.distributed.training import DataPlan, EvaluationPlan, Metric
 from raysharding.group.calls import Call, Client, collect_all
 from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle, group_dataset
@@ -91,8 +91,24 @@ def eval_options(data: DatasetHandle | None, train: DataPlan, options: Mapping[s
                 raise ValueError(f"{name}={options[name]!r}, but nothing is evaluated: give eval_data=")
         return None
     plan = replace(train, source=data.source, epochs=1, max_steps=None, shuffle=False)
-    evaluation = EvaluationPlan(plan, options["loss"], metrics=dict(options["metrics"] or {}))
+    evaluation = EvaluationPlan(plan, options["loss"], metrics=_checked(options["metrics"]))
     return EvalOptions(data, evaluation, options["eval_every"], options["keep_best"], options["stop"])
+
+
+def _checked(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
+    """Return a copy of `metrics=`.
+
+    Raises:
+        ValueError: A name is one that the values have without metrics, or a metric is no function and no pair of two.
+    """
+    for name, metric in (metrics or {}).items():
+        if name in ("loss", "num_rows"):
+            raise ValueError(f"metrics[{name!r}]: the evaluation has a {name} of its own; give the metric another name")
+        is_pair = isinstance(metric, tuple) and len(metric) == 2 and all(map(callable, metric))
+        if not is_pair and not callable(metric):
+            what = "give a function that returns (sum, count), or a pair (values, compute) of functions"
+            raise ValueError(f"metrics[{name!r}]={metric!r}: {what}")
+    return dict(metrics or {})
 
 
 def submit_evaluate(running: RunningGroup, options: Mapping[str, Any]) -> Call:
@@ -100,7 +116,7 @@ def submit_evaluate(running: RunningGroup, options: Mapping[str, Any]) -> Call:
     client, dataset = running.client, group_dataset(running, options["data"], options)
     stall_s = client.timeouts.load_stall_s
     data_plan = DataPlan(source=dataset.source, stall_s=stall_s, **for_fields(DataPlan, options))
-    fields = for_fields(EvaluationPlan, options) | {"data": data_plan, "metrics": dict(options["metrics"] or {})}
+    fields = for_fields(EvaluationPlan, options) | {"data": data_plan, "metrics": _checked(options["metrics"])}
     plan = EvaluationPlan(**fields)
     dataset.pin(client)
     call = client.submit_same("evaluate", plan, takes_steps=True)

@@ -47,6 +47,8 @@ class PredictReport:
     """Time that `predict` took."""
     num_restarts: int
     """Number of restarts of the group, including restarts that failed because another rank was lost."""
+    weights_version: int
+    """Version of the weights, since the last restart; see `Call.weights_version`."""
 
     @property
     def rows_per_s(self) -> float:
@@ -115,7 +117,7 @@ class PredictRun:
         self._restarts = Restarts("predict", self.client, self.max_restarts, self.restart)
         self._started = time.monotonic()
         self._is_over = False
-        self._num_done = 0
+        self._num_done = self._weights_version = 0
         self._step_s = _CALL_S
         self._tables: dict[int, tuple[ray.ObjectRef, Any]] = {}
         """First row of a part → its table, in the object store, and the pyarrow schema of it."""
@@ -141,14 +143,15 @@ class PredictRun:
         if self.plan.output is None:
             return self._joined()
         seconds, number = time.monotonic() - self._started, self._restarts.number
-        return PredictReport(self.plan.output, start.num_rows, start.num_done, start.num_parts, seconds, number)
+        counts = start.num_rows, start.num_done, start.num_parts
+        return PredictReport(self.plan.output, *counts, seconds, number, self._weights_version)
 
     def _begin(self) -> PredictStart:
         """Make the ranks open the data and the output."""
         plan = replace(self.plan, taken=tuple(self._tables))
         with pinned_for([self.data], self.client):
             start: PredictStart = self.client.submit_same("predict_begin", plan).result()
-        self._is_over, self._num_done = start.is_over, start.num_done
+        self._is_over, self._num_done, self._weights_version = start.is_over, start.num_done, start.weights_version
         self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
 
@@ -215,7 +218,8 @@ class PredictRun:
                 [ref if own.equals(self._schema) else _cast.remote(ref, self._schema) for ref, own in tables]
             )
         try:
-            return join_tables(ray.get([ref for ref, _ in tables], timeout=self.client.timeouts.call_s))
+            whole = join_tables(ray.get([ref for ref, _ in tables], timeout=self.client.timeouts.call_s))
+            return whole.replace_schema_metadata({"weights_version": str(self._weights_version)})
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error

@@ -338,6 +338,7 @@ def rendezvous(client: Client, spec: GroupSpec, started: Started, clock: StartCl
             rendezvous_s=timeouts.rendezvous_s,
             collective_s=max(timeouts.call_s, timeouts.load_stall_s) + _COLLECTIVE_GRACE_S,
             stall_s=timeouts.load_stall_s + _GRACE_S,
+            weights_version=client.connection.weights_version,
         )
         for info, visible in zip(ranks, started.visible_gpus, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from raysharding.group.messages.commands import (
     COMMAND_BYTES,
+    END_STEPS,
     NEXT_STEP,
     RESULT_BYTES,
     Command,

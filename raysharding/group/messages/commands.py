@@ -16,6 +16,8 @@ RESULT_BYTES = 48 << 10
 
 NEXT_STEP = "_next"
 """A call in steps begins with its method, and goes on with this after the name as long as rank 0 has more."""
+END_STEPS = "end_steps"
+"""Command that ends a call in steps of which nobody wants the rest."""
 
 OutputMode = Literal["value", "ref"]
 
@@ -79,6 +81,8 @@ class StateChange:
     """Number of collectives that the rank began meanwhile: where ranks differ, the next ones would not match."""
     accumulates: bool = field(default=False, compare=False)
     """True if the rank holds gradients of `forward_backward` for the next update."""
+    weights_version: int = field(default=0, compare=False)
+    """Version of the rank's weights after the command."""
 
 
 def in_step(changes: Iterable[StateChange]) -> bool:

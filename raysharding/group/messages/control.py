@@ -133,6 +133,8 @@ class Outcome:
 
     sent: tuple[Sent, ...] = ()
     """Results by rank; empty if the call failed."""
+    weights_version: int | None = None
+    """Version of the weights after a call that succeeded."""
     error: GroupError | None = None
     """The failure."""
     raised: RemoteError | None = None
@@ -169,6 +171,8 @@ class Snapshot:
     """(number, line) of the last lines that drivers print."""
     generation: str = ""
     """Identifies the ranks from one restart to the next, after which the model is that of files."""
+    weights_version: int = 0
+    """Highest version that the weights had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,3 +48,5 @@ class Assignment:
     """Timeout of collectives, in seconds."""
     stall_s: float
     """Longest silence of a peer in a load or save, in seconds."""
+    weights_version: int
+    """Highest version that the group's weights had before."""

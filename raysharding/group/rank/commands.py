@@ -35,6 +35,7 @@ from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, PlanError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
 from raysharding.group.messages import (
+    END_STEPS,
     NEXT_STEP,
     Command,
     Mode,
@@ -54,7 +55,7 @@ from raysharding.worker import Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_to")
 """Commands that report phases."""
-_IN_STEPS = ("state_dict", "evaluate")
+_IN_STEPS = ("state_dict", "evaluate", "generate_stream")
 """Commands that are generators: the controller asks for the next value by `NEXT_STEP`."""
 
 
@@ -91,6 +92,10 @@ class RankCommands:
             self.reset()
         if command.method.endswith(NEXT_STEP):
             return self._next_step()
+        if command.method == END_STEPS:
+            assert self._steps is not None, "the first step comes first"
+            self._steps.close()
+            return False, None
         assert command.args is not None, "RankActor.fetch brought them, if the controller did not"
         args, kwargs = command.args.unpack()
         if command.shared is not None:
@@ -156,6 +161,7 @@ class RankCommands:
             server=self._server,
         )
         self._rank_worker = Worker(info.rank, place.world_size, info.local_rank, device, stall_s=place.stall_s)
+        self._rank_worker.status.version_offset = place.weights_version
         export_memory(self._title.group, info.rank, self.status)
         return {"device": device_s, "connect": time.monotonic() - begun - device_s}
 
@@ -219,6 +225,12 @@ class RankCommands:
     def generate(self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any) -> Any:
         """Generate token ids; collective."""
         return _plain(self._worker.generate(batch, mode, out, *options), out)
+
+    def generate_stream(
+        self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any
+    ) -> Generator[Any, None, Any]:
+        """Generate token ids, in steps of the tokens of all rows, on rank 0; collective."""
+        return _plain((yield from self._worker.generate_stream(batch, mode, out, *options)), out)
 
     generators = staticmethod(random_state)
     """Return the state of the rank's random generators."""
@@ -294,7 +306,8 @@ class RankCommands:
         if self._rank_worker is None:
             return StateChange(whole=False, num_changes=0)
         status, before, now = self._rank_worker.status, self._before, self._counts()
-        return StateChange(status.whole, now[0] - before[0], now[1] - before[1], status.accumulation.num_passes > 0)
+        accumulates = status.accumulation.num_passes > 0
+        return StateChange(status.whole, now[0] - before[0], now[1] - before[1], accumulates, status.weights_version)
 
     def keeps_adapters(self) -> bool:
         """Return True if the command that succeeded loaded a whole model and kept the adapters on it."""
@@ -304,7 +317,7 @@ class RankCommands:
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of changes to weights or optimizer and of collectives so far."""
         worker = self._rank_worker
-        return (0, 0) if worker is None else (worker.status.weights_version, worker.status.num_collectives())
+        return (0, 0) if worker is None else (worker.status.num_changes, worker.status.num_collectives())
 
     def phase(self) -> str:
         """Return the phase of a running load or save, else the name of the running command."""

@@ -61,6 +61,68 @@ def test_loss_and_metrics_equal_one_process() -> None:
     assert all(parameter.grad is None for parameter in pair.module.parameters())
 
 
+def predicted(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each row the next token, the one that the model predicts, and the log-odds of token 3."""
+    logits = output["logits"][:, -2].float()
+    return labels[:, -1], logits.argmax(-1), logits[:, 3] - logits[:, 4]
+
+
+def macro_f1(labels: torch.Tensor, tokens: torch.Tensor, _: torch.Tensor) -> Any:
+    from sklearn.metrics import f1_score
+
+    return f1_score(labels % 4, tokens % 4, average="macro")
+
+
+def matthews(labels: torch.Tensor, tokens: torch.Tensor, _: torch.Tensor) -> Any:
+    from sklearn.metrics import matthews_corrcoef
+
+    return matthews_corrcoef(labels % 2, tokens % 2)
+
+
+def area(labels: torch.Tensor, _: torch.Tensor, odds: torch.Tensor) -> Any:
+    from sklearn.metrics import roc_auc_score
+
+    return roc_auc_score(labels % 2, odds)
+
+
+def first_odds(*rows: torch.Tensor) -> float:
+    return float(rows[2] @ torch.arange(len(rows[2]), dtype=torch.float32))
+
+
+def without_rows(output: Any) -> float:
+    return 1.0
+
+
+@on_ranks(2, full=(3,), sim=(2,))
+def test_metrics_that_are_no_sums_equal_one_process() -> None:
+    """F1, Matthews and the area under the curve are scikit-learn's and torchmetrics' of all rows, in their order."""
+    classification = pytest.importorskip("torchmetrics.classification")
+    rows = many_rows("llama")
+    pair = Pair(CASES["llama"].build, "sgd")
+    with torch.no_grad():
+        whole = predicted({"logits": pair.twin.eval()(rows["input_ids"]).logits}, rows["labels"])
+    computes: dict[str, Any] = {"f1": macro_f1, "matthews": matthews, "area": area, "order": first_odds}
+    metrics: dict[str, Any] = {name: (predicted, compute) for name, compute in computes.items()}
+    metrics["torchmetrics"] = (
+        lambda output, labels: predicted(output, labels)[1::-1],
+        classification.MulticlassF1Score(64, ignore_index=-100),
+    )
+    metrics["accuracy"] = hits
+    data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH)
+    for _ in range(2):
+        found = evaluated(pair, EvaluationPlan(data_plan, metrics=metrics))
+        for name, compute in computes.items():
+            assert found[name] == pytest.approx(float(compute(*whole)), rel=1e-4), name
+        assert found["torchmetrics"] == pytest.approx(
+            float(classification.MulticlassF1Score(64, ignore_index=-100)(*whole[1::-1]))
+        )
+    # A rank without rows has nothing to add.
+    one = replace(data_plan, source=SequenceRows(Columns({name: value[:1] for name, value in rows.items()})))
+    assert evaluated(pair, EvaluationPlan(one, metrics={"order": metrics["order"]}))["order"] == 0.0
+    with pytest.raises(ValueError, match=r"metrics\['none'\]: its first function returned a value without rows"):
+        evaluated(pair, EvaluationPlan(data_plan, metrics={"none": (without_rows, first_odds)}))
+
+
 @on_ranks(2)
 def test_batches_find_the_root_gathered() -> None:
     pair = Pair(CASES["llama"].build, "sgd")

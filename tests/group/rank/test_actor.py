@@ -59,7 +59,7 @@ def actor(cluster: None, checkpoint: Path) -> Iterator[Any]:
     made = RANK.options(num_cpus=0).remote(Title("model", "group a", 0), 600.0)
     ip = ray.util.get_node_ip_address()
     address = value(run(made, Command("serve_store", next(_numbers), pack_same("serve_store", ip, 30.0, None))))
-    place = Assignment(RankInfo(0, "node", ip, 0, 0, "cpu"), 1, "", False, 1, 30.0, 30.0, 30.0)
+    place = Assignment(RankInfo(0, "node", ip, 0, 0, "cpu"), 1, "", False, 1, 30.0, 30.0, 30.0, 0)
     assert run(made, Command("join", next(_numbers), pack_same("join", place, address)))[0].error is None
     build = pack_same("build", make_mlp(), open_checkpoint(checkpoint).to_json(), Sharding(), Loading())
     assert run(made, Command("build", next(_numbers), build))[0].error is None
