@@ -17,6 +17,6 @@ stamp=.venv/.raysharding-$extras
 inputs=$(cat pyproject.toml tests/constraints.txt; pwd)
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$inputs" ]; then
   echo "installing raysharding[$extras] into .venv"
-  .venv/bin/python -m pip install -qq --disable-pip-version-check -c tests/constraints.txt -e ".[$extras]" </dev/null
+  .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c tests/constraints.txt -e ".[$extras]" </dev/null
   printf '%s\n' "$inputs" >"$stamp"
 fi
