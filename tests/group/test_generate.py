@@ -207,6 +207,28 @@ def test_log_probabilities_of_the_chosen_tokens_are_those_of_one_process(
     assert torch.equal(beams.sequences, reference.generate(PROMPTS, **several).sequences)
 
 
+def test_rows_that_end_give_their_place_to_others(llama: ShardedModelGroup, directory: Path) -> None:
+    """transformers' continuous batching on each rank's rows, in one call and over data."""
+    reference = reference_of("llama", directory)
+    end = ended_early(reference)
+    batching = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=8, page_size=16)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    refilled = options | {"continuous_batching_config": batching}
+    expected = reference.generate(PROMPTS, **options)
+    assert torch.equal(llama.generate(Split(PROMPTS), **refilled), expected)
+    table = llama.predict({"input_ids": PROMPTS}, batch_size=5, generate_kwargs=refilled, progress=False)
+    assert table["generated"].to_pylist() == [new_ids(row, end) for row in expected]
+    assert torch.equal(llama.generate(Split(PROMPTS), **options), expected)
+    for wrong, message in (
+        ({"summon_full_params": False}, "each rank needs all parameters, summon_full_params=True"),
+        ({"num_beams": 2}, "one sequence a row"),
+        ({"stream": True}, "stream=True: only with transformers' own"),
+    ):
+        with pytest.raises(GroupError, match=message):
+            llama.generate(Split(PROMPTS), **refilled | wrong)
+        assert llama.state is GroupState.READY
+
+
 def test_only_what_fn_returns_travels(llama: ShardedModelGroup, directory: Path) -> None:
     """Rows in order, also of a square result, and what one rank raises leaves the group READY."""
     logits = reference_of("llama", directory)(input_ids=PROMPTS).logits.detach()

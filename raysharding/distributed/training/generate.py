@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,12 +101,17 @@ def generate(
             keep_gathered(module)
         is_kept = is_kept_gathered(module)
         is_alone = is_kept and batch.is_dummy
+        pad = _pad_token(module, kwargs)
+        if kwargs.get("continuous_batching_config") is not None:
+            if not is_kept:
+                raise ValueError("continuous_batching_config=: each rank needs all parameters, summon_full_params=True")
+            run, is_common = partial(_refilled, module, pad), False
+        elif is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
+            kwargs["synced_gpus"] = not is_kept and get_world_size() > 1
         if stream is not None:
             if not is_common:
-                raise ValueError(f"a {type(module).__name__} has a generate() of its own, without a stream of tokens")
+                raise ValueError("stream=True: only with transformers' own generate(), and one batch at a time")
             stream.end_tokens, kwargs["streamer"] = _token_ids(module, kwargs, "eos_token_id"), stream
-        if is_common or _takes_synced_gpus(run):  # its default is True for FSDP modules
-            kwargs["synced_gpus"] = not is_kept and get_world_size() > 1
         with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
             # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + get_rank())
@@ -126,7 +131,7 @@ def generate(
                     raise ValueError(f"generate() returned a {type(found).__name__}, and no ids: run it in call(fn)")
         if not was_kept:
             reshard(module)
-        found, ids = _padded(module, batch, found)
+        found, ids = _padded(found, pad)
         if fn is not None:
             with agreeing():
                 found = None if is_alone else call_on_outputs(fn, found, batch)
@@ -138,18 +143,43 @@ def generate(
     return RankOutput(value, num_sequences=num_sequences)
 
 
-def _padded(module: nn.Module, batch: RankBatch, found: Any) -> tuple[Any, torch.Tensor]:
-    """Return what `generate` has returned, as long as that of the rank that ran longest, and its ids; collective.
+def _pad_token(module: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Return the token with which transformers pads rows that have ended: the pad token, else the first end token."""
+    return next(filter(None, (_token_ids(module, kwargs, name) for name in ("pad_token_id", "eos_token_id"))), [0])[0]
 
-    As transformers pads rows: with the pad token, else the first end token.
+
+def _refilled(
+    module: Any, pad: int, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Generate by transformers' continuous batching, where the next row takes the place of one that ended.
+
+    Not collective. Returns ids as `generate` does, padded at the end.
     """
+    batching = kwargs.pop("continuous_batching_config")
+    config, others = module._prepare_generation_config(kwargs.pop("generation_config", None), **kwargs)
+    is_one = (config.num_beams or 1) == (config.num_return_sequences or 1) == 1 and not config.return_dict_in_generate
+    if others or not is_one:
+        more = "".join(f", {name}=" for name in others)
+        raise ValueError(f"continuous_batching_config=: one sequence a row, ids alone{more and f', not{more[1:]}'}")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    prompts = [row[own.bool()].tolist() for row, own in zip(input_ids, mask, strict=True)]
+    # transformers logs an error of its thread, and returns the rows that it has.
+    found = list(module.generate_batch(prompts, config, batching, warmup=False).values())
+    errors = {one.error for one in found if one.error is not None}
+    if errors or len(found) < len(prompts):
+        raise RuntimeError(f"generate_batch returned {len(found)} of {len(prompts)} rows: {errors or 'see the log'}")
+    new = [torch.tensor(one.generated_tokens, dtype=torch.int64) for one in found]
+    padded = nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=pad)
+    return torch.cat([input_ids, padded.to(input_ids.device)], 1)
+
+
+def _padded(found: Any, pad: int) -> tuple[Any, torch.Tensor]:
+    """Return what `generate` has returned, as long as that of the rank that ran longest, and its ids; collective."""
     ids = getattr(found, "sequences", found)
     steps = {name: getattr(found, name, None) or () for name in ("scores", "logits")}
     # Every rank calls this, with a dummy row too: the others would wait in the all-gather.
     lengths = all_gather_ints([ids.shape[1], *map(len, steps.values())])
     longest, *num_steps = map(max, zip(*lengths, strict=True))
-    padding = [_token_ids(module, batch.kwargs, name) for name in ("pad_token_id", "eos_token_id")]
-    pad = next(filter(None, padding), [0])[0]
     ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad)
     if isinstance(found, torch.Tensor):
         return ids, ids
