@@ -390,11 +390,12 @@ class ShardedModelGroup:
         batches = self._deal("generate", args, kwargs)
         collect = collect_generated(out, batches[0].rows)
         extra = (mode, out, summon_full_params, fn)
-        if not stream:
-            return self._client.submit_batches("generate", batches, *extra, collect=collect).keep_alive(self)
-        collect, keep = streamed(collect)
-        call = self._client.submit_batches("generate_stream", batches, *extra, collect=collect, keep_step=keep)
-        return call.keep_alive(self)
+        options: dict[str, Any] = {"collect": collect}
+        if stream:
+            collect, keep = streamed(collect)
+            options = {"collect": collect, "keep_step": keep, "steps_ahead": 1}
+        method = "generate_stream" if stream else "generate"
+        return self._client.submit_batches(method, batches, *extra, **options).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:

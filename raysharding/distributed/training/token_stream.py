@@ -1,8 +1,8 @@
-"""`TokenStream`: the tokens of a `generate` while it runs, on a thread that waits until each step's tokens are taken.
+"""`TokenStream`: the tokens of a `generate` while it runs, on a thread that is one step ahead of what was taken.
 
 transformers' loop pushes tokens into a streamer, and the controller asks for them a step at a time: as in transformers'
 own `TextIteratorStreamer`, a thread stands between. All ranks exchange their tokens once a step, so that they take, and
-stop after, the same steps; while a rank's work thread reads, the other thread waits, so that collectives never overlap.
+stop after, the same steps. The work thread runs no collective while the other thread lives.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class TokenStream:
         self._widths: list[int] = []
         self._handed: SimpleQueue[Tokens | None] = SimpleQueue()
         self._goes_on: SimpleQueue[bool] = SimpleQueue()
+        self._goes_on.put(True)  # the step after the one whose tokens travel is computed meanwhile
         self._result: Future[Any] = Future()
         self._thread: threading.Thread | None = None
 
@@ -91,7 +92,7 @@ class TokenStream:
         """Do nothing: `exchange` says when all ranks have ended."""
 
     def exchange(self, *, is_done: bool) -> bool:
-        """Hand over the tokens that ranks have put, and wait until they are taken; collective.
+        """Hand over the tokens that ranks have put, and wait until those of the step before are taken; collective.
 
         Args:
             is_done: True if this rank's rows have ended.

@@ -122,8 +122,10 @@ class RunningCall:
         polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]
         try:
             await self._step(self.submission.method)
-            while self._more and not self._observed and await self._wait_taken():
+            while self._more and not self._observed and await self._wait_taken(self.submission.steps_ahead):
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
+            if self.submission.steps_ahead and not self._more:
+                await self._wait_taken(1)  # all but the result: with the outcome the parts are gone
             if self._more and not self._observed:
                 self._is_cut = True
                 await self._step(END_STEPS)
@@ -173,15 +175,15 @@ class RunningCall:
         self._changed.set()
         self._changed = asyncio.Event()  # those who wake check again, and wait for the next change
 
-    async def _wait_taken(self) -> bool:
-        """Wait until the driver holds rank 0's value, so that a slow driver does not fill the object store.
+    async def _wait_taken(self, num_left: int) -> bool:
+        """Wait until the driver holds rank 0's values but the last ones: a slow one does not fill the object store.
 
         Returns:
             True if the next step can begin; False if a rank died, the driver does not take the value in time, or it
             has cancelled the call.
         """
         until = time.monotonic() + self.submission.deadline_s
-        while self.submission.waits_for_driver and self._num_taken < len(self._items) and not self._ends():
+        while self.submission.waits_for_driver and self._num_taken + num_left < len(self._items) and not self._ends():
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:

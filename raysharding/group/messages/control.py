@@ -107,6 +107,8 @@ class Submission:
     """True if the call may take several steps (`NEXT_STEP`); its result is rank 0's value of the last one."""
     waits_for_driver: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
+    steps_ahead: int = 0
+    """Number of steps that may run before the driver has taken the value of one."""
     uses_gradients: bool = False
     """True if the call goes on from the gradients that the driver's last call has left."""
     makes: bool = False
