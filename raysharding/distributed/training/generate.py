@@ -120,8 +120,10 @@ def generate(
                 # An encoder is called on its own, before a forward of the root gathers the root's parameters.
                 for root in fsdp_modules(module, root_only=True):
                     root.unshard()
-            # Ranks that run on their own may raise alone: the others would wait for the lengths below.
-            with agreeing() if is_kept else nullcontext(), _until_all_end(module, stream, is_kept=is_kept) as goes_on:
+            # Ranks that run on their own may raise alone: the others would wait for the lengths below. In a stream they
+            # are in step, and the rank that raises must end at once, for the controller to end the others.
+            is_apart = is_kept and stream is None
+            with agreeing() if is_apart else nullcontext(), _until_all_end(module, stream, is_kept=is_kept) as goes_on:
                 # A rank without rows would else go on for as long as its dummy takes.
                 found = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
                 if stream is not None:
