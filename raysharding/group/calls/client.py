@@ -175,7 +175,7 @@ class Client:
         # A controller that is gone holds no lock, and one that a signal has stopped would keep this waiting.
         if self.connection.is_connected() and self.connection.snapshot.state is not GroupState.CLOSED:
             with suppress(GroupError):
-                self.connection.finish(self.connection.controller.release_lock.remote(key), within_s=_RELEASE_S)
+                self.connection.finish(self.connection.request("release_lock", key), within_s=_RELEASE_S)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel this driver's calls that no rank has begun; a group that is being made breaks.
@@ -332,16 +332,15 @@ class Client:
             with suppress(GroupError):  # the call raises it
                 here.ask("queue", "arrived", here.key, calls[first].number, within_s=None)
             unknown = GroupError(f"copy_to did not begin: {first.name} has not queued it")
-            outcome = there.controller.queue.remote("outcome", its.key, key, unknown)
+            outcome = there.request("queue", "outcome", its.key, key, unknown)
             there.follow(calls[second], its, outcome)
         return calls[self], calls[other]
 
     def item(self, number: int, index: int) -> concurrent.futures.Future[Item]:
         """Ask for one part of a call's result, which says that those before it have arrived."""
         self.connection.require_ray()
-        future: concurrent.futures.Future[Item] = self.connection.controller.queue.remote(
-            "item", self.connection.key, number, index
-        ).future()
+        item = self.connection.request("queue", "item", self.connection.key, number, index)
+        future: concurrent.futures.Future[Item] = item.future()
         return future
 
     def cancel(self, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 import math
 import os
 import secrets
@@ -128,9 +129,9 @@ class Connection:
         """Ask the controller to add this driver; `finish_attach` returns what it answers."""
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         registration = Registration(secrets.token_hex(8))
-        owned = [self.controller.until_gone.remote(registration.key)]
+        owned = [self.request("until_gone", registration.key)]
         arguments = registration.key, label, owned, self.key or None
-        attaching: ray.ObjectRef = self.controller.attach.remote(*arguments, makes=makes)
+        attaching = self.request("attach", *arguments, makes=makes)
         self.registration = registration  # once `attach` is sent: calls follow it
         return attaching
 
@@ -175,6 +176,15 @@ class Connection:
         if (cause := self.cause) is not None:
             raise broken(self.name, cause)
 
+    def request(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        """Call a method of the controller, whatever state the connection has.
+
+        In an asyncio actor Ray takes it for a child of the task in whose context it begins, and cancels it with the
+        task: Serve cancels the task of a request when the client goes away. So it begins in an empty context.
+        """
+        ref: ray.ObjectRef = contextvars.Context().run(getattr(self.controller, method).remote, *args, **kwargs)
+        return ref
+
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
         """Call a method of the controller and wait for its result. Raises as `finish`."""
         return self.finish(self.begin(method, *args), within_s=within_s)
@@ -183,8 +193,7 @@ class Connection:
         """Call a method of the controller; `finish` returns its result."""
         self.require_ray()
         self._connected.wait(_ANSWER_S)  # a controller that Ray has restarted does not know this driver at once
-        ref: ray.ObjectRef = getattr(self.controller, method).remote(*args)
-        return ref
+        return self.request(method, *args)
 
     def finish(self, ref: ray.ObjectRef, *, within_s: float | None) -> Any:
         """Wait for the result of a method of the controller.
@@ -213,7 +222,7 @@ class Connection:
         """Send a call's submission, encoded or not, with the next number; `submitting` is held."""
         own = self.registration
         call.number = own.next_number
-        ref = self.controller.queue.remote("submit", own.key, call.number, sent)
+        ref = self.request("queue", "submit", own.key, call.number, sent)
         own.next_number += 1  # once it is sent: the controller would wait for a number that never comes
         self.follow(call, own, ref)
 
@@ -275,7 +284,7 @@ class Connection:
     def tell(self, method: str, *args: Any) -> None:
         """Call a method of the controller without waiting; after the end of Ray nothing happens."""
         if self.has_ray():
-            getattr(self.controller, method).remote(*args)
+            self.request(method, *args)
 
     def tell_ranks(self, method: str, *args: Any) -> None:
         """Call a control method on all ranks without waiting."""
@@ -316,7 +325,7 @@ class Connection:
         """Ask for the next snapshot, on the callback thread."""
         if self.snapshot.state is not GroupState.CLOSED and self.has_ray():
             self._due = time.monotonic() + _WATCH_S
-            question = self.controller.watch.remote(self.key, self.snapshot.version, _WATCH_S).future()
+            question = self.request("watch", self.key, self.snapshot.version, _WATCH_S).future()
             self._question = question
             question.add_done_callback(lambda ended: self.thread.call(partial(self._on_answer, ended)))
 
@@ -356,7 +365,7 @@ class Connection:
             self._lose(GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         elif self._gcs.seconds_silent() > GCS_GONE_S:
             self._lose(GroupError(f"{self.name}: {self._gcs.gone()}"))
-            self.controller.detach.remote(self.key)  # which ends a group without a name; Ray would take its minute
+            self.request("detach", self.key)  # which ends a group without a name; Ray would take its minute
         elif self._question is not None and time.monotonic() > self._due + self._patience_s():
             what = f"{self.name}: its controller ({self.where}) did not answer in time and was ended{lost}"
             self.controller_lost(GroupError(what), is_silent=True)

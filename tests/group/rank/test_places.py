@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def async_class() -> Any:
             self.waiting -= 1
             return answer
 
+        async def wait(self, seconds: float) -> None:
+            await self.group.call.remote(time.sleep, seconds)
+
         async def answer_all(self, parts: list[torch.Tensor]) -> Any:
             return await asyncio.gather(*map(self.answer, parts)), self.most
 
@@ -85,12 +89,13 @@ def test_a_ray_data_pipeline_attaches_to_a_named_group(cluster: None, checkpoint
         torch.testing.assert_close(torch.tensor(row["y"]), reference(torch.tensor(row["x"])))
 
 
-def test_an_asyncio_actor_in_a_placement_group_awaits_calls(
+def test_an_asyncio_actor_in_a_placement_group_awaits_calls_and_outlives_a_cancelled_one(
     cluster: None, checkpoint: Path, reference: nn.Module
 ) -> None:
     """As a Serve replica and as a Tune trial: it owns one CPU that captures what it starts, and two ranks beside it.
 
     A call that waits leaves the loop free: all requests wait at a time. Ranks that were captured would not be placed.
+    When a task is cancelled (Serve does it when a client goes away), Ray cancels what it began: not the group's calls.
     """
     trial = placement_group([{"CPU": 1}])
     ray.get(trial.ready(), timeout=30)
@@ -100,11 +105,17 @@ def test_an_asyncio_actor_in_a_placement_group_awaits_calls(
     parts = torch.from_numpy(inputs()).split(4)
     try:
         answers, most = ray.get(replica.answer_all.remote(parts), timeout=60)
+        cancelled = replica.wait.remote(1.0)
+        ray.wait([cancelled], timeout=0.5)
+        ray.cancel(cancelled)
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            ray.get(cancelled, timeout=60)
+        answers.append(ray.get(replica.answer.remote(parts[0]), timeout=60))
     finally:
         ray.kill(replica)
         remove_placement_group(trial)
     assert most == len(parts)
-    for part, answer in zip(parts, answers, strict=True):
+    for part, answer in zip([*parts, parts[0]], answers, strict=True):
         torch.testing.assert_close(answer, reference(part))
 
 
