@@ -305,9 +305,11 @@ class Worker:
         is_silent = batch.is_dummy if batch.rows else self.rank != 0
         stream = TokenStream(partial(self._generate, batch, mode, out, fn), is_silent=is_silent)
         try:
+            with self.status.running("generate", "generate"):
+                # Once: a generation that fails reshards the module on its thread, sooner on one rank than on another.
+                self.status.keep_gathered(summon_full_params)
             while True:
                 with self.status.running("generate", "generate", keeps_gathered=True):
-                    self.status.keep_gathered(summon_full_params)
                     tokens = stream.next()
                     if tokens is None:
                         output: RankOutput = stream.result()

@@ -166,6 +166,37 @@ def test_a_stream_that_is_left_ends_within_two_tokens(llama: ShardedModelGroup, 
     assert torch.equal(done.result(), expected)
 
 
+class Fails(transformers.LogitsProcessor):
+    """Raises for the third token, on every rank."""
+
+    number = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        if self.number == 3:
+            raise KeyError("third")
+        return scores
+
+
+@pytest.mark.parametrize("gathers", [None, False])
+def test_a_stream_that_fails_or_is_interrupted_leaves_the_group_ready(
+    llama: ShardedModelGroup, gathers: bool | None
+) -> None:
+    options: dict[str, Any] = {"min_new_tokens": 40, "max_new_tokens": 40, "summon_full_params": gathers}
+    expected = llama.generate(Split(PROMPTS), do_sample=False, **options)
+    for _ in range(3):
+        call = llama.generate.remote(Split(PROMPTS), stream=True, logits_processor=[Fails()], **options)
+        with pytest.raises(KeyError, match="third"):
+            list(call.stream(60))
+        assert llama.state is GroupState.READY
+    tokens = llama.generate.remote(Split(PROMPTS), stream=True, **options).stream(60)
+    next(tokens)
+    llama.interrupt(60)
+    with pytest.raises(CallCancelledError, match="between two of its steps"):
+        list(tokens)
+    assert torch.equal(llama.generate(Split(PROMPTS), do_sample=False, **options), expected)
+
+
 def log_probabilities(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
     assert len(batch["input_ids"]) == len(outputs.sequences)
     module = current_worker().module

@@ -243,6 +243,8 @@ class GroupController:
         current = self._queue.current
         if current is None or current.driver is not known or current.running is None:
             return num_cancelled, "", 0.0
+        if current.submission.steps_ahead:
+            current.running.cancel()  # a stream of tokens, of which nobody wants the rest
         return num_cancelled, current.submission.method, max(0.0, current.running.deadline - time.monotonic())
 
     async def stop(self, driver: str, reason: str) -> None:
