@@ -105,6 +105,12 @@ def check_int(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+def check_function(name: str, value: Any) -> None:
+    """Raise ValueError if a value is neither a function nor `None`."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={value!r}: give a function")
+
+
 def check_summon_full_params(value: Any) -> None:
     """Raise ValueError if a value is neither a bool nor `None`."""
     if value is not None and type(value) is not bool:

@@ -641,6 +641,10 @@ def _take(leaf: Any, dim: int, start: int, num_rows: int) -> torch.Tensor:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
+class Tokens(list[tuple[int, int]]):
+    """The tokens of a step of `generate`: (row of the call, token id), at most one a row, in the order of rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class RankOutput:
     """One rank's output of a forward, on the CPU, with the facts about its leaves that only the ranks can determine."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int, check_summon_full_params, given, with_hints
+from raysharding.arguments import check_function, check_int, check_summon_full_params, given, with_hints
 from raysharding.batch import Collate, Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts, floating_dtype
 from raysharding.distributed import LoadReport
@@ -310,7 +310,8 @@ class ShardedModelGroup:
             fn: `fn(outputs, batch)`, which runs on each rank: what it returns is the output of the call, and the rest
                 stays there. `outputs` is the model's output, on its device; `batch` its arguments, a mapping or a
                 tuple. Tensors with this rank's rows in the first dim are joined in row order, as outputs are. It must
-                not run the model or a collective; `current_worker().module` is the module. Default: the output itself.
+                not run the model or a collective, and may run twice; `current_worker().module` is the module. Default:
+                the output itself.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             summon_full_params: True for one of many forwards: gather all parameters, and keep them on the ranks until a
@@ -331,6 +332,7 @@ class ShardedModelGroup:
         """
         check_mode(mode, default="eval")
         check_summon_full_params(summon_full_params)
+        check_function("fn", fn)
         check_out(out)
         batches = self._deal("forward", args, kwargs)
         collect = collect_outputs(out, batches[0].rows, batches[0].dim)
@@ -375,8 +377,8 @@ class ShardedModelGroup:
         Returns:
             Ids, int64 [rows, length], with the prompts first unless the model is an encoder-decoder; rows that ended
             early are padded at the end. With `return_dict_in_generate=True` transformers' output class, with what was
-            asked for (`output_scores=True`); the scores of a rank whose rows have all ended go on as if the pad token
-            were certain: 0 for it, -inf for the others.
+            asked for (`output_scores=True`; not of beams, but in `fn`), without caches; the scores of a rank whose rows
+            have all ended go on as if the pad token were certain: 0 for it, -inf for the others.
 
         Raises:
             ValueError: As for `forward`, or an argument that ranks in lockstep do not support: `streamer`,
@@ -385,6 +387,7 @@ class ShardedModelGroup:
         """
         check_mode(mode, default="eval")
         check_summon_full_params(summon_full_params)
+        check_function("fn", fn)
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
@@ -757,8 +760,8 @@ class ShardedModelGroup:
                 and returns (sum, count) over its rows: the value is the sum of all sums divided by the sum of all
                 counts. Metrics run on the ranks. What is no such sum (F1, AUC) is a pair `(values, compute)`:
                 `values(output, ...)` returns a tensor or a tuple of tensors with rows in the first dim, which stay on
-                the ranks' CPUs until the end, and then go to rank 0; there `compute(*values)`, a function or a
-                torchmetrics `Metric`, gets those of all rows in the data's order.
+                the ranks' CPUs until the end, and then go to all; `compute(*values)`, a function or a torchmetrics
+                `Metric`, gets those of all rows in the data's order, on rank 0.
             loss: As for `train_step`.
             with_loss: True to compute the loss; without it rows need no labels. Default True.
             max_steps: Number of batches after which to end. Default: all.
@@ -774,8 +777,9 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid.
             TypeError: `data` is not data, or does not pickle.
-            DataError: The data cannot be read, has no rows, or ends in an incomplete item. The group is READY.
-            GroupError: The model or a metric raised, or ranks failed.
+            DataError: The data cannot be read, has no rows, or ends in an incomplete item; or a metric raised. The
+                group is READY.
+            GroupError: The model raised, or ranks failed.
         """
         check_summon_full_params(summon_full_params)
         options = given(locals())

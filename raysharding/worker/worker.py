@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharding.batch import Out, RankBatch, RankOutput
+from raysharding.batch import Out, RankBatch, RankOutput, Tokens
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import Sidecars, new_token, seen_here
 from raysharding.config import Loading, Sharding
@@ -27,7 +27,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading import LoadReport, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
-from raysharding.distributed.training import Forwarding, OutputFunction, Tokens, TokenStream, generate
+from raysharding.distributed.training import Forwarding, OutputFunction, TokenStream, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.errors import CheckpointError
@@ -47,7 +47,7 @@ def current_worker() -> Worker:
         RuntimeError: No such function is running on this process.
     """
     if not _current:
-        raise RuntimeError("current_worker() works only on a rank, inside the function given to group.call(fn)")
+        raise RuntimeError("current_worker() works only on a rank, inside the fn of group.call, forward or generate")
     return _current[-1]
 
 
@@ -303,7 +303,7 @@ class Worker:
         A rank that stops iterating before the end must do so on the step of the others.
         """
         is_silent = batch.is_dummy if batch.rows else self.rank != 0
-        stream = TokenStream(partial(self._generate, batch, mode, out, fn), is_silent=is_silent)
+        stream = TokenStream(partial(self._generate, batch, mode, out, fn), self.device, is_silent=is_silent)
         try:
             with self.status.running("generate", "generate"):
                 # Once: a generation that fails reshards the module on its thread, sooner on one rank than on another.

@@ -126,6 +126,7 @@ def test_tokens_come_as_they_are_generated(llama: ShardedModelGroup, directory: 
         by_row = [[token for one, token in came if one == row] for row in range(rows)]
         assert by_row == [new_ids(row, end) for row in expected]
         assert torch.equal(call.result(), expected)
+        assert list(call.stream(60)) == [], "each token comes once"
     several = options | {"do_sample": True, "num_return_sequences": 2, "seed": 3, "stream": True}
     call = llama.generate.remote(PROMPTS[:1], **several)
     assert {row for row, _ in call.stream(60)} == {0, 1}
@@ -194,11 +195,13 @@ def test_a_stream_that_fails_or_is_interrupted_leaves_the_group_ready(
     llama.interrupt(60)
     with pytest.raises(CallCancelledError, match="between two of its steps"):
         list(tokens)
+    with pytest.raises(ValueError, match="not with assisted decoding"):
+        list(llama.generate.remote(Split(PROMPTS[:3]), stream=True, prompt_lookup_num_tokens=2, **options).stream(60))
     assert torch.equal(llama.generate(Split(PROMPTS), do_sample=False, **options), expected)
 
 
 def log_probabilities(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
-    assert len(batch["input_ids"]) == len(outputs.sequences)
+    assert len(batch["inputs"]) == len(outputs.sequences)
     module = current_worker().module
     return {
         "ids": outputs.sequences,
@@ -220,7 +223,7 @@ def test_log_probabilities_of_the_chosen_tokens_are_those_of_one_process(
     expected = reference.compute_transition_scores(whole.sequences, whole.scores, normalize_logits=True)
     until = [len(new_ids(row, end)) for row in whole.sequences]
     for gathers in (None, False):
-        found = llama.generate(input_ids=Split(PROMPTS), fn=log_probabilities, summon_full_params=gathers, **options)
+        found = llama.generate(Split(PROMPTS), fn=log_probabilities, summon_full_params=gathers, **options)
         assert torch.equal(found["ids"], whole.sequences)
         for row, number in enumerate(until):
             torch.testing.assert_close(found["log_probabilities"][row, :number], expected[row, :number])
@@ -235,6 +238,9 @@ def test_log_probabilities_of_the_chosen_tokens_are_those_of_one_process(
     several: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": 5}
     several |= {"return_dict_in_generate": True}
     beams = llama.generate(Split(PROMPTS), **several)
+    assert beams.beam_indices is None
+    with pytest.raises(ValueError, match="scores of beams are of a rank's own beams: give fn="):
+        llama.generate(Split(PROMPTS), output_scores=True, **several)
     assert torch.equal(beams.sequences, reference.generate(PROMPTS, **several).sequences)
 
 
@@ -267,7 +273,7 @@ def test_only_what_fn_returns_travels(llama: ShardedModelGroup, directory: Path)
     def last(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
         return {"last": outputs.logits[:, -1], "ids": batch["input_ids"]}
 
-    found = llama.forward(input_ids=Split(PROMPTS), fn=last)
+    found = llama.forward(Split(PROMPTS), use_cache=False, fn=last)
     torch.testing.assert_close(found["last"], logits[:, -1])
     assert torch.equal(found["ids"], PROMPTS)
     six = PROMPTS.repeat(2, 1)[:6]

@@ -15,4 +15,4 @@ from raysharding.distributed.training.step import (
     train_step,
     zero_grad,
 )
-from raysharding.distributed.training.token_stream import Tokens, TokenStream
+from raysharding.distributed.training.token_stream import TokenStream

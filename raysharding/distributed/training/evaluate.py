@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,10 +14,11 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import (
     agreeing,
+    all_gather_json,
+    broadcast_tensor,
     current_group,
     from_rank_0,
     get_rank,
-    get_world_size,
     metadata_device,
     to_host,
 )
@@ -30,6 +32,7 @@ from raysharding.distributed.training.losses import (
     loss_of_batch,
 )
 from raysharding.distributed.training.step import Accumulation
+from raysharding.errors import DataError
 from raysharding.models import InputBounds
 from raysharding.tree import map_leaves
 
@@ -126,18 +129,30 @@ class Evaluation:
             total, count = found[2 * index : 2 * index + 2]
             values[name] = total / count if count else float("nan")
             if isinstance(metric, tuple) and found[-1]:
-                values[name] = self._of_all_rows(self._kept[name], metric[1])
+                values[name] = self._of_all_rows(name, metric[1])
         return {**values, "num_rows": found[-1]}
 
-    def _of_all_rows(self, kept: list[tuple[torch.Tensor, ...]], compute: Callable[..., Any]) -> float:
-        """Return a metric of the values of all rows; collective: rank 0 gets them all."""
-        by_rank: list[Any] | None = [None] * get_world_size() if get_rank() == 0 else None
-        # Every rank calls this, without rows too: rank 0 would wait for it.
-        dist.gather_object(kept, by_rank, group=self._group, group_dst=0)
+    def _of_all_rows(self, name: str, compute: Callable[..., Any]) -> float:
+        """Return a metric of the values of all rows; collective. Wire: the values of each rank to all others."""
+        kept, columns = self._kept[name], list[torch.Tensor]()
+        # Every rank calls what follows, without rows too: the others would wait in the all-gather and the broadcasts.
+        with agreeing(), _named(name):
+            columns = [torch.cat(column) for column in zip(*filter(None, kept), strict=True)]
+        kinds = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in columns]
+        every = all_gather_json([[len(batch[0]) if batch else 0 for batch in kept], kinds])
+        if len({str([(dtype, shape[1:]) for dtype, shape in own]) for _, own in every if own}) != 1:
+            what = "values have other dtypes or shapes on other ranks"
+            raise DataError(f"metrics[{name!r}]: {what}: {[own for _, own in every]}")
+        pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in next(own for _, own in every if own)]
+        for rank, (lengths, own) in enumerate(every):
+            mine = iter(columns if rank == get_rank() else ())
+            for column, (dtype, shape) in zip(pieces, own, strict=False):
+                column.append(broadcast_tensor(next(mine, None), dtype, shape, rank).cpu().split(lengths))
 
         def made() -> float:
-            in_order = [one for batch in zip(*(by_rank or []), strict=True) for one in batch if one]
-            return float(compute(*map(torch.cat, zip(*in_order, strict=True))))
+            in_order = [torch.cat([one for batch in zip(*column, strict=True) for one in batch]) for column in pieces]
+            with _named(name):
+                return float(compute(*in_order))
 
         found: float = from_rank_0(made)
         return found
@@ -145,7 +160,8 @@ class Evaluation:
     def _add(self, output: Any, batch: RankBatch) -> None:
         for index, (name, metric) in enumerate(self._plan.metrics.items()):
             first = metric[0] if isinstance(metric, tuple) else metric
-            found: Any = call_on_output(first, output, batch.args, batch.kwargs)
+            with _named(name):
+                found: Any = call_on_output(first, output, batch.args, batch.kwargs)
             if isinstance(metric, tuple):
                 self._kept[name][-1] = _rows_of(name, found)
                 continue
@@ -164,9 +180,21 @@ class Evaluation:
         return map_leaves(lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, found.output)
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Raise the error of a metric as a `DataError` that names it, of one kind on all ranks: the group stays READY."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"metrics[{name!r}] raised {type(error).__name__}: {error}") from error
+
+
 def _rows_of(name: str, found: Any) -> tuple[torch.Tensor, ...]:
     """Return what the first function of a metric returned as a tuple of tensors on the CPU."""
     made = tuple(torch.as_tensor(one).detach().cpu() for one in (found if isinstance(found, tuple) else (found,)))
-    if not made or not all(one.ndim for one in made):
-        raise ValueError(f"metrics[{name!r}]: its first function returned a value without rows; return them in dim 0")
+    if not made or not all(one.ndim for one in made) or len(set(map(len, made))) != 1:
+        shapes = [tuple(one.shape) for one in made]
+        raise DataError(
+            f"metrics[{name!r}]: its first function returned shapes {shapes}: return rows in dim 0, as many"
+        )
     return made

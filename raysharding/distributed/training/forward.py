@@ -19,7 +19,7 @@ from raysharding.distributed.fully_shard import (
     recovering,
     without_trace,
 )
-from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss
+from raysharding.distributed.training.losses import BatchLoss, call_model, find_loss, forward_with_loss, positions_of
 from raysharding.distributed.training.passes import own_pass, passes_of_call
 from raysharding.distributed.training.step import Accumulation
 from raysharding.errors import DataError
@@ -69,7 +69,7 @@ class Forwarding:
                 value, own, reduced = self._over_passes(batch)
                 if fn is not None:
                     with agreeing():
-                        value, reduced = call_on_outputs(fn, value, own), ()
+                        value, reduced = call_on_outputs(fn, value, own, self._module), ()
             local = self._settle(value, batch, fn)
         return RankOutput(map_leaves(to_cpu, value) if keep else None, reduced, local)
 
@@ -124,23 +124,25 @@ class Forwarding:
             output = outputs[probes.index(own)]
             if fn is not None:
                 with agreeing():
-                    output = call_on_outputs(fn, output, own)
+                    output = call_on_outputs(fn, output, own, self._module)
             after = dict(leaves(output))
             for path, key in keys.items():
                 known[key] = follows_rows(found[path], after.get(path), other, batch.dim)
         return tuple(path for path, key in keys.items() if not known[key])
 
 
-def call_on_outputs(fn: OutputFunction, outputs: Any, batch: RankBatch) -> Any:
-    """Return `fn(outputs, batch)`.
+def call_on_outputs(fn: OutputFunction, outputs: Any, batch: RankBatch, called: Callable[..., Any]) -> Any:
+    """Return `fn(outputs, batch)`; positional arguments beside others have the names that `called` gives them.
 
     Raises:
         DataError: `fn` raised.
     """
     try:
         with torch.no_grad():
-            return fn(outputs, batch.kwargs or batch.args)
+            named = dict(zip(positions_of(called), batch.args, strict=False))
+            return fn(outputs, {**named, **batch.kwargs} if batch.kwargs else batch.args)
     except Exception as error:
+        fn = getattr(fn, "__wrapped__", fn)
         name = getattr(fn, "__qualname__", type(fn).__name__)
         raise DataError(f"fn={name} raised {type(error).__name__}: {error}") from error
 

@@ -88,7 +88,7 @@ def generate(
     with recovering(module):
         kwargs = batch.kwargs
         check_generation(kwargs)
-        run = getattr(module, "generate", None)
+        run: Any = getattr(module, "generate", None)
         if not callable(run):
             raise ValueError(f"a {type(module).__name__} has no generate(): it is for transformers' generative models")
         seed = kwargs.pop("seed", None)
@@ -101,7 +101,10 @@ def generate(
             keep_gathered(module)
         is_kept = is_kept_gathered(module)
         is_alone = is_kept and batch.is_dummy
-        pad = _pad_token(module, kwargs)
+        has_scores = kwargs.get("output_scores") or kwargs.get("output_logits")
+        if fn is None and has_scores and max(_token_ids(module, kwargs, "num_beams"), default=1) > 1:
+            raise ValueError("scores of beams are of a rank's own beams: give fn=, which gets them on the rank")
+        pad, called = _pad_token(module, kwargs), run
         if kwargs.get("continuous_batching_config") is not None:
             if not is_kept:
                 raise ValueError("continuous_batching_config=: each rank needs all parameters, summon_full_params=True")
@@ -136,7 +139,9 @@ def generate(
         found, ids = _padded(found, pad)
         if fn is not None:
             with agreeing():
-                found = None if is_alone else call_on_outputs(fn, found, batch)
+                found = None if is_alone else call_on_outputs(fn, found, batch, called)
+    if fn is None and isinstance(found, dict) and "beam_indices" in found:
+        found["beam_indices"] = None  # they count the beams of this rank
     num_rows = len(ids) if batch.num_held is None else batch.num_held
     num_sequences = len(ids) // num_rows
     if isinstance(found, torch.Tensor) and fn is None and num_sequences > 1:
@@ -161,16 +166,14 @@ def _refilled(
     config, others = module._prepare_generation_config(kwargs.pop("generation_config", None), **kwargs)
     is_one = (config.num_beams or 1) == (config.num_return_sequences or 1) == 1 and not config.return_dict_in_generate
     if others or not is_one:
-        more = "".join(f", {name}=" for name in others)
-        raise ValueError(f"continuous_batching_config=: one sequence a row, ids alone{more and f', not{more[1:]}'}")
+        raise ValueError(f"continuous_batching_config=: one sequence a row, of ids alone; given {', '.join(kwargs)}")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [row[own.bool()].tolist() for row, own in zip(input_ids, mask, strict=True)]
     # transformers logs an error of its thread, and returns the rows that it has.
     found = list(module.generate_batch(prompts, config, batching, warmup=False).values())
-    errors = {one.error for one in found if one.error is not None}
-    if errors or len(found) < len(prompts):
-        raise RuntimeError(f"generate_batch returned {len(found)} of {len(prompts)} rows: {errors or 'see the log'}")
-    new = [torch.tensor(one.generated_tokens, dtype=torch.int64) for one in found]
+    new = [torch.tensor(one.generated_tokens, dtype=torch.int64) for one in found if one.error is None]
+    if len(new) < len(prompts):
+        raise RuntimeError(f"generate_batch made {len(new)} of {len(prompts)} rows: {[one.error for one in found]}")
     padded = nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=pad)
     return torch.cat([input_ids, padded.to(input_ids.device)], 1)
 

@@ -377,7 +377,7 @@ class Prediction:
         plan = self._plan
         types = self._key_types
         if plan.fn is not None:
-            columns = self._columns_of_fn(plan.fn, output, batch, taken)
+            columns = self._columns_of_fn(module, plan.fn, output, batch, taken)
         elif plan.generate_kwargs is not None:
             kwargs, ids = {**batch.kwargs, **plan.generate_kwargs}, getattr(output, "sequences", output)
             columns = {"generated": without_padding(module, ids, kwargs)}
@@ -389,9 +389,11 @@ class Prediction:
         )
         return as_table({**keys, **columns}, types, plan.named)
 
-    def _columns_of_fn(self, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch) -> Mapping[str, Any]:
+    def _columns_of_fn(
+        self, module: nn.Module, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch
+    ) -> Mapping[str, Any]:
         try:
-            columns: Mapping[str, Any] = call_on_outputs(fn, output, batch)
+            columns: Mapping[str, Any] = call_on_outputs(fn, output, batch, module)
         except DataError as error:
             raise DataError(f"{error} ({_place(taken)})") from error.__cause__
         check_columns(self._plan.fn_name, columns, len(taken.rows), self._plan.keys)

@@ -11,14 +11,12 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from raysharding.distributed.comm import all_gather_ints
-
-Tokens: TypeAlias = list[tuple[int, int]]
-"""(row of the call, token id), at most one a row, in the order of rows."""
+from raysharding.batch import Tokens
+from raysharding.distributed.comm import all_gather_ints, is_accelerator, set_current_device
 
 
 class GenerationStoppedError(Exception):
@@ -30,16 +28,19 @@ class TokenStream:
 
     Args:
         run: Generates, with this stream as the streamer, and calls `exchange` once a step; collective.
+        device: Where the module computes.
         is_silent: True if this rank's tokens are no rows of the call.
     """
 
-    def __init__(self, run: Callable[[TokenStream], Any], *, is_silent: bool) -> None:
+    def __init__(self, run: Callable[[TokenStream], Any], device: torch.device, *, is_silent: bool) -> None:
         self._run = run
+        self._device = device
         self._is_silent = is_silent
         self.end_tokens: Collection[int] = ()
         """Ids after which a row has ended; set by `run`."""
         self._ended: set[int] = set()
         self._put: list[int] = []
+        self._has_prompt = False
         self._width = 0
         self._widths: list[int] = []
         self._handed: SimpleQueue[Tokens | None] = SimpleQueue()
@@ -77,14 +78,21 @@ class TokenStream:
 
     def _generate(self) -> None:
         try:
+            if is_accelerator(self._device):
+                set_current_device(self._device)  # torch has one for each thread
             self._result.set_result(self._run(self))
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._result.set_exception(error)
         self._handed.put(None)
 
     def put(self, value: torch.Tensor) -> None:
-        """Take one token of each row; the prompt, which has two dims, is none."""
-        if value.ndim == 1 and not self._is_silent:
+        """Take one token of each row; the prompt comes first."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        if value.ndim != 1:
+            raise ValueError("stream=True: not with assisted decoding, which makes several tokens a step")
+        if not self._is_silent:
             self._width = len(value)
             self._put += value.tolist()
 
@@ -118,7 +126,7 @@ class TokenStream:
 
     def _rows_of(self, by_rank: list[list[int]]) -> Tokens:
         """Return the tokens of rows that have not ended; transformers pads the others."""
-        tokens: Tokens = []
+        tokens = Tokens()
         for rank, own in enumerate(by_rank):
             start = sum(self._widths[:rank])
             for index, token in enumerate(own):

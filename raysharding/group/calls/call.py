@@ -20,7 +20,7 @@ import ray
 import torch
 from typing_extensions import TypeVar
 
-from raysharding.batch import Out, PerRank, select_output
+from raysharding.batch import Out, PerRank, Tokens, select_output
 from raysharding.errors import CallTimeoutError, GroupError
 from raysharding.group.calls.callback_thread import is_callback_thread, refuse_to_wait, run_logged
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
@@ -169,8 +169,8 @@ class Call(Generic[T]):
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
         """Yield `(rank, value)` as the ranks finish, with the values of `per_rank`.
 
-        Of a `generate(stream=True)` yield `(row, token id)` as tokens come, a row's own in order, up to and with its
-        end token. A loop that is left early, or dropped, cancels the call.
+        Of a `generate(stream=True)` yield `(row, token id)` as tokens come, each once, a row's own in order, up to and
+        with its end token. A loop that is left early, or dropped, cancels the call.
 
         Args:
             timeout_s: Longest wait in total.
@@ -203,6 +203,7 @@ class Call(Generic[T]):
                     left = None if until is None else max(0.0, until - time.monotonic())
                     found = tokens.get(timeout=left)
                 if found is None:
+                    tokens.put(None)  # for another reader, who waits or comes later
                     break
                 yield from found
         except Empty:
@@ -443,7 +444,7 @@ def streamed(collect: Collect) -> tuple[Collect, Callable[[Any], None]]:
     tokens = SimpleQueue[Any]()
 
     def keep(value: Any) -> None:
-        if isinstance(value, list):  # the last value is the result
+        if isinstance(value, Tokens):  # the last value is the result
             tokens.put(value)
 
     return replace(collect, tokens=tokens), keep

@@ -45,6 +45,8 @@ from raysharding.group.messages import (
 
 _POLL_S = 0.2
 _AFTER_DEATH_S = 0.5
+_FROZEN_S = 30.0
+"""Longest time in which a driver does not take the tokens of a step: it is frozen, and others wait for the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,10 @@ class RunningCall:
             True if the next step can begin; False if a rank died, the driver does not take the value in time, or it
             has cancelled the call.
         """
-        until = time.monotonic() + self.submission.deadline_s
+        limit_s = self.submission.deadline_s
+        # The driver's own thread takes tokens, however slow the reader is.
+        limit_s = min(limit_s, _FROZEN_S) if self.submission.steps_ahead else limit_s
+        until = time.monotonic() + limit_s
         while self.submission.waits_for_driver and self._num_taken + num_left < len(self._items) and not self._ends():
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.batch import Split, deal
+from raysharding.batch import RankBatch, Split, deal
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from raysharding.distributed.fully_shard import move_inputs
+from raysharding.distributed.fully_shard import keep_gathered, move_inputs, reshard
 from raysharding.distributed.training.generate import generate
+from raysharding.distributed.training.token_stream import TokenStream
 from tests.distributed.checks import on_ranks
 from tests.distributed.training.test_training import Pair
 from tests.distributed.training.training_cases import CASES
@@ -22,11 +23,15 @@ from tests.spawn import device_type
 pytest.importorskip("transformers")
 
 
-def generated(module: nn.Module, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The ids of this rank's rows."""
+def own_batch(prompts: torch.Tensor, options: dict[str, Any]) -> RankBatch:
     device = current_device(device_type())
     batch = deal((Split(prompts),), options, dist.get_world_size())[dist.get_rank()]
-    ids: torch.Tensor = generate(module, batch.replaced(lambda value: move_inputs(value, device))).value
+    return batch.replaced(lambda value: move_inputs(value, device))
+
+
+def generated(module: nn.Module, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The ids of this rank's rows."""
+    ids: torch.Tensor = generate(module, own_batch(prompts, options)).value
     return ids
 
 
@@ -39,6 +44,29 @@ def test_ids_equal_one_process() -> None:
             expected = twin.generate(prompts, max_new_tokens=5, do_sample=False, **options)
             found = generated(pair.module, prompts, max_new_tokens=5, do_sample=False, **options)
             assert torch.equal(found, expected.tensor_split(dist.get_world_size())[dist.get_rank()]), (name, options)
+
+
+@on_ranks(2, sim=(2,))
+def test_a_stream_has_the_tokens_of_all_ranks() -> None:
+    """Its thread computes on the rank's own device: torch has a current one for each thread."""
+    pair, prompts = Pair(CASES["llama"].build, "sgd"), CASES["llama"].rows()["input_ids"]
+    expected: Any = pair.twin.eval()
+    expected = expected.generate(prompts, max_new_tokens=5, do_sample=False)
+    batch = own_batch(prompts, {"max_new_tokens": 5, "do_sample": False})
+    for keeps in (False, True):
+        if keeps:
+            keep_gathered(pair.module)
+        device = current_device(device_type())
+        stream = TokenStream(lambda one: generate(pair.module, batch, stream=one), device, is_silent=False)
+        came: list[list[int]] = [[] for _ in prompts]
+        while (tokens := stream.next()) is not None:
+            for row, token in tokens:
+                came[row].append(token)
+        assert torch.equal(stream.result().value, expected.tensor_split(dist.get_world_size())[dist.get_rank()])
+        for one, row in zip(came, expected[:, prompts.shape[1] :].tolist(), strict=True):
+            assert one == row[: len(one)]
+            assert len(one) == len(row) or one[-1] == 2, "up to its end token"
+    reshard(pair.module)
 
 
 @on_ranks(2, sim=(2,))
