@@ -364,6 +364,23 @@ def check_fit(path: Path) -> None:
         assert group.evaluate(data, batch_size=8, collate_fn=collate, loss=mse) == evaluated
 
 
+def check_streams(path: Path) -> None:
+    """The thread of a stream computes on its rank's device, with ids of one process; the next call does, too."""
+    from tests.models.architectures import ARCHITECTURES
+
+    path = path.with_name("llama")
+    ARCHITECTURES["llama"].make().save_pretrained(path)
+    prompts, options = torch.randint(3, 60, (5, 4)), {"max_new_tokens": 6, "do_sample": False}
+    with ShardedModelGroup.from_checkpoint(path, device="sim", placement=PLACEMENT, world_size=2) as group:
+        expected = group.generate(Split(prompts), **options)
+        for gathers in (None, False):
+            call = group.generate.remote(Split(prompts), stream=True, summon_full_params=gathers, **options)
+            assert list(call.stream(60))
+            assert torch.equal(call.result(), expected), gathers
+            assert list(group.call(touched)) == [[0], [1]], gathers
+        assert torch.equal(group.generate(Split(prompts), **options), expected)
+
+
 def check_too_few_gpus(path: Path) -> None:
     """More ranks than GPUs are refused at once; GPUs that are in use are waited for."""
     begun = time.monotonic()

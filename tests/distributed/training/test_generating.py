@@ -48,7 +48,7 @@ def test_ids_equal_one_process() -> None:
 
 @on_ranks(2, sim=(2,))
 def test_a_stream_has_the_tokens_of_all_ranks() -> None:
-    """Its thread computes on the rank's own device: torch has a current one for each thread."""
+    """In the order of the call, whether parameters are gathered once or by groups."""
     pair, prompts = Pair(CASES["llama"].build, "sgd"), CASES["llama"].rows()["input_ids"]
     expected: Any = pair.twin.eval()
     expected = expected.generate(prompts, max_new_tokens=5, do_sample=False)
