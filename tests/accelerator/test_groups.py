@@ -370,7 +370,7 @@ def check_streams(path: Path) -> None:
 
     path = path.with_name("llama")
     ARCHITECTURES["llama"].make().save_pretrained(path)
-    prompts, options = torch.randint(3, 60, (5, 4)), {"max_new_tokens": 6, "do_sample": False}
+    prompts, options = torch.randint(3, 60, (5, 4)), dict[str, Any](max_new_tokens=6, do_sample=False)
     with ShardedModelGroup.from_checkpoint(path, device="sim", placement=PLACEMENT, world_size=2) as group:
         expected = group.generate(Split(prompts), **options)
         for gathers in (None, False):
