@@ -135,31 +135,6 @@ def slow_down(seconds: float) -> None:
     links.SharedLink.take = slow  # type: ignore[method-assign]
 
 
-def test_results_say_with_which_weights(pair: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
-    """The version grows with each change, and goes with the weights to the other group, whatever that one had."""
-    source, target = pair
-    ids: dict[str, Any] = {"input_ids": torch.ones(4, 3, dtype=torch.long)}
-
-    def versions(group: ShardedModelGroup) -> set[int | None]:
-        calls = [group.forward.remote(**ids), group.generate.remote(ids["input_ids"], max_new_tokens=1)]
-        calls.append(group.predict.remote(ids, batch_size=4, progress=False))
-        for call in calls:
-            call.result(60)
-        return {call.weights_version for call in calls}
-
-    (before,) = versions(source)
-    assert before is not None
-    source.call(change, 1e-3)
-    source.set_optimizer(torch.optim.SGD, lr=1e-3)
-    stepped = source.train_step.remote(**ids, labels=ids["input_ids"])
-    stepped.result(60)
-    assert versions(source) == {stepped.weights_version} == {before + 2}
-    assert source.copy_to(target).weights_version == before + 2
-    assert versions(target) == {before + 2}
-    target.call(change, 1e-3)
-    assert versions(target) == {before + 3}
-
-
 def own_statistics() -> None:
     """Let a buffer differ between the ranks, as the statistics of a BatchNorm in training do."""
     from raysharding import current_worker
@@ -233,6 +208,31 @@ def test_every_byte_moves_once_and_memory_is_two_buckets(pair: tuple[ShardedMode
     assert same(source.state_dict(), target.state_dict())
     assert "plan kept" in str(second)
     assert isinstance(second, CopyReport)
+
+
+def test_results_say_with_which_weights(pair: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
+    """The version grows with each change, and goes with the weights to the other group, whatever that one had."""
+    source, target = pair
+    ids: dict[str, Any] = {"input_ids": torch.ones(4, 3, dtype=torch.long)}
+
+    def versions(group: ShardedModelGroup) -> set[int | None]:
+        calls = [group.forward.remote(**ids), group.generate.remote(ids["input_ids"], max_new_tokens=1)]
+        calls.append(group.predict.remote(ids, batch_size=4, progress=False))
+        for call in calls:
+            call.result(60)
+        return {call.weights_version for call in calls}
+
+    (before,) = versions(source)
+    assert before is not None
+    source.call(change, 1e-3)
+    source.set_optimizer(torch.optim.SGD, lr=1e-3)
+    stepped = source.train_step.remote(**ids, labels=ids["input_ids"])
+    stepped.result(60)
+    assert versions(source) == {stepped.weights_version} == {before + 2}
+    assert source.copy_to(target).weights_version == before + 2
+    assert versions(target) == {before + 2}
+    target.call(change, 1e-3)
+    assert versions(target) == {before + 3}
 
 
 def test_calls_before_and_after_it_are_in_order_in_both_queues(
