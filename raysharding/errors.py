@@ -293,7 +293,7 @@ class CallTimeoutError(GroupError, TimeoutError):
 class CallCancelledError(GroupError):
     """Ctrl-C, `group.interrupt()` or `Call.cancel()` removed the call from the queue; the group is unharmed.
 
-    A `fit` that `interrupt` ends between two steps also raises this error, and a stream that was cancelled.
+    A `fit` that `interrupt` ends between two steps also raises it, and so does a stream of tokens that was cancelled.
     """
 
 

@@ -26,8 +26,6 @@ class PredictStart:
     """True if there is nothing to compute."""
     is_saved: bool
     """True if files hold the rank's weights: a restart of the group would bring back the same."""
-    weights_version: int
-    """Version of the weights."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Predictor:
             module = self._status.module
             self._keeps, self._summons = True, plan.summon_full_params
             self._run = run = Prediction(plan, self._status.device, InputBounds.of(module), module)
-            counts, status = (run.num_rows, run.num_done, len(run.parts)), self._status
-            return PredictStart(*counts, run.is_over, status.is_saved, status.weights_version)
+            return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.is_saved)
 
     def predict_steps(self, num_steps: int) -> PredictSteps:
         """Take up to `num_steps` forwards. Collective."""

@@ -21,6 +21,7 @@ from raysharding.distributed.comm import (
     get_rank,
     metadata_device,
     to_host,
+    using_group,
 )
 from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
@@ -129,7 +130,8 @@ class Evaluation:
             total, count = found[2 * index : 2 * index + 2]
             values[name] = total / count if count else float("nan")
             if isinstance(metric, tuple) and found[-1]:
-                values[name] = self._of_all_rows(name, metric[1])
+                with using_group(self._group):
+                    values[name] = self._of_all_rows(name, metric[1])
         return {**values, "num_rows": found[-1]}
 
     def _of_all_rows(self, name: str, compute: Callable[..., Any]) -> float:

@@ -130,7 +130,8 @@ def generate(
                 # A rank without rows would else go on for as long as its dummy takes.
                 found = torch.zeros(batch.num_held or 1, 0).long() if is_alone else run(*batch.args, **kwargs)
                 if stream is not None:
-                    _ = is_alone and goes_on(True)
+                    if is_alone:
+                        goes_on(True)
                     stream.exchange(is_done=True)  # what transformers put after its last step
                 if not isinstance(getattr(found, "sequences", found), torch.Tensor):
                     raise ValueError(f"generate() returned a {type(found).__name__}, and no ids: run it in call(fn)")

@@ -95,7 +95,9 @@ class RunningCall:
         self._progress: dict[int, tuple[str, int, int]] = {}
         """Rank → its phase, bytes done and total bytes, as it last said."""
         self._more = self._is_late = self._keeps_adapters = False
-        self._is_given_up = self._is_cancelled = self._is_cut = False
+        self._is_cancelled = False
+        self._given_up_s: float | None = None
+        """Seconds for which the driver did not take a part of the result; `None` if it has taken them."""
         self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
@@ -129,8 +131,9 @@ class RunningCall:
             if self.submission.steps_ahead and not self._more:
                 await self._wait_taken(1)  # all but the result: with the outcome the parts are gone
             if self._more and not self._observed:
-                self._is_cut = True
                 await self._step(END_STEPS)
+            else:
+                self._is_cancelled = False  # too late
         finally:
             for task in polling:
                 task.cancel()
@@ -192,7 +195,7 @@ class RunningCall:
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:
-                self._is_given_up = True  # a frozen driver holds up the calls of the others no longer
+                self._given_up_s = limit_s  # a frozen driver holds up the calls of the others no longer
                 return False
         self.deadline = time.monotonic() + self.submission.deadline_s
         return not self._ends()
@@ -353,12 +356,12 @@ class RunningCall:
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""
         world_size = len(self.ranks)
-        if self._is_given_up:
+        if self._given_up_s is not None:
             what = (
                 f"{self.submission.method} on {self.name}: its driver did not take the next part of the result within"
             )
-            return Verdict(Outcome(error=CallTimeoutError(f"{what} {self.submission.deadline_s:g} s")))
-        if self._is_cut and self._is_cancelled and not self._observed:
+            return Verdict(Outcome(error=CallTimeoutError(f"{what} {self._given_up_s:g} s")))
+        if self._is_cancelled and not self._observed:
             what = f"{self.submission.method} on {self.name} was cancelled between two of its steps"
             return Verdict(Outcome(error=CallCancelledError(what)))
         if not self._observed:

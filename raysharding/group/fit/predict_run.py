@@ -150,8 +150,9 @@ class PredictRun:
         """Make the ranks open the data and the output."""
         plan = replace(self.plan, taken=tuple(self._tables))
         with pinned_for([self.data], self.client):
-            start: PredictStart = self.client.submit_same("predict_begin", plan).result()
-        self._is_over, self._num_done, self._weights_version = start.is_over, start.num_done, start.weights_version
+            call = self.client.submit_same("predict_begin", plan)
+            start: PredictStart = call.result()
+        self._is_over, self._num_done, self._weights_version = start.is_over, start.num_done, call.weights_version or 0
         self.plan = replace(self.plan, num_parts=start.num_parts)
         return start
 
