@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -218,15 +218,17 @@ class Prediction:
             DataError: On every rank: a rank could not read, make or write rows; the error names them.
             Exception: Any error of the model; if all ranks raise the same, later calls are correct.
         """
-        num_rows, left = 0, self._left
+        num_rows, left, module = 0, self._left, unwrapped(module)
         for _ in range(min(num_steps, left)):
-            batch = self._step(unwrapped(module))
+            batch = self._step(module)
+            if batch is None:
+                break
             num_rows += batch.counts[self._rank]
             self._left -= 1
             if batch.ends_wave and self._files is None:
                 break
         # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
-        with agreeing():
+        with recovering(module), agreeing():
             self._raise_kept()
         if self.is_over and self._files is not None:
             from_rank_0(partial(self._files.check_complete, self.parts))
@@ -284,10 +286,22 @@ class Prediction:
             "weights": weights,
         }
 
-    def _step(self, module: nn.Module) -> PartBatch:
-        """Process one batch; collective."""
+    def _step(self, module: nn.Module) -> PartBatch | None:
+        """Process one batch; collective, unless the parameters are gathered and the columns known.
+
+        Returns:
+            The rows; `None` if this rank has an error, and the others may go on.
+        """
+        if self._schema is not None and self._plan.generate_kwargs is None and is_kept_gathered(module):
+            # No rank waits for another in a forward. One with an error waits for the others in `steps`.
+            self._or_kept(lambda: self._process(module, self._next()))
+            return None if self._error is not None else self._taken
         # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
         (passes,) = agreed_passes(self._next)
+        self._process(module, passes)
+        return self._taken
+
+    def _process(self, module: nn.Module, passes: Sequence[RankBatch]) -> None:
         passes = [one.replaced(lambda value: move_inputs(value, self._device)) for one in passes]
         taken, own, output = self._taken, own_pass(passes), None
         assert taken is not None, "_next has set it"
@@ -301,7 +315,6 @@ class Prediction:
             self._schema = self._agreed_schema(table)
         if table is not None:
             self._or_kept(lambda: self._write(taken, self._fitted(table)))
-        return taken
 
     def _or_kept(self, make: Callable[[], Any]) -> Any:
         """Return `make()`; after an error `None`, and the ranks raise the error when they agree the next time."""

@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from raysharding import DataError
 from raysharding.data import DataPath, SequenceRows
-from raysharding.distributed.comm import init_mesh
-from raysharding.distributed.fully_shard import shard_module
+from raysharding.distributed.comm import collective_counters, init_mesh
+from raysharding.distributed.fully_shard import is_kept_gathered, keep_gathered, shard_module
 from raysharding.distributed.training import Prediction, PredictPlan
 from raysharding.distributed.training.predict_columns import last_logits
 from raysharding.models import InputBounds
@@ -68,10 +68,12 @@ def expected() -> torch.Tensor:
         return torch.stack([alone(torch.tensor([row["input_ids"]])).logits[0, -1] for row in make_rows()])
 
 
-def run(options: dict[str, Any], steps: int = 3) -> list[tuple[int, Any]]:
+def run(options: dict[str, Any], steps: int = 3, *, gathered: bool = False) -> list[tuple[int, Any]]:
     """Run on this rank; return the first row and the values of each table, without `output`."""
     torch.set_num_threads(1)
     module = shard_module(model(), init_mesh("cpu"))
+    if gathered:
+        keep_gathered(module)
     plan = PredictPlan(collate_fn=padded, **{"source": SequenceRows(make_rows()), "keys": ("id",), **options})
     prediction = Prediction(plan, torch.device("cpu"), InputBounds.of(module), module)
     found = []
@@ -106,14 +108,63 @@ def check(columns: Any) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_rows_are_those_of_one_process(root: Path) -> None:
     """For counts that divide by nothing, more ranks than rows of the last batch, and rows of like length together."""
-    for options in CASES:
+    for options, gathered in itertools.product(CASES, (False, True)):
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, run(options))
+        dist.all_gather_object(ranks, run(options, gathered=gathered))
         parts = sorted(itertools.chain(*ranks))
         check({name: [value for _, one in parts for value in one[name]] for name in ("id", "logits")})
     run({**CASES[1], "output": str(root / "rows")})
     dist.barrier()
     check(read(root / "rows").to_pydict())
+
+
+class Refuses(nn.Module):
+    """Raises for the rows of the last rank, from the third batch on, if told to."""
+
+    def __init__(self, *, raises: bool) -> None:
+        super().__init__()
+        self.layer, self.raises = nn.Linear(1, 1), raises
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises and int(x.max()) >= 44:
+            raise RuntimeError("no such row")
+        return self.layer(x)
+
+
+def reads_badly(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+    if rows[0]["x"][0] >= 44:
+        raise ValueError("no such row")
+    return {"x": torch.tensor([row["x"] for row in rows])}
+
+
+def raises_late(outputs: Any, batch: Any) -> dict[str, Any]:
+    reads_badly([{"x": one} for one in batch["x"].tolist()])
+    return {"y": outputs}
+
+
+@on_ranks(2)
+def test_ranks_with_all_parameters_do_not_wait_for_each_other(root: Path) -> None:
+    """Forwards and files cost no collective; what one rank raises ends all of them, and none keeps its parameters."""
+    rows = SequenceRows([{"x": [float(number)]} for number in range(64)])
+    assert dist.group.WORLD is not None, "run_ranks makes it"
+    cases: dict[str, dict[str, Any]] = {"good": {}, "model": {}, "collate": {"collate_fn": reads_badly}}
+    for name, options in {**cases, "fn": {"fn": raises_late}}.items():
+        module = shard_module(Refuses(raises=name == "model"), init_mesh("cpu"))
+        keep_gathered(module)
+        plan = PredictPlan(rows, batch_size=8, rows_per_file=32, output=str(root / name), **options)
+        prediction = Prediction(plan, torch.device("cpu"), module=module)
+        prediction.steps(module, 1)
+        if name == "good":
+            count, *_ = collective_counters(dist.group.WORLD)
+            before = count()
+            assert prediction.steps(module, 6) == (6, 24)
+            assert count() - before == 1, "one agreement for six forwards"
+        else:
+            with pytest.raises(Exception, match="no such row") as raised:
+                prediction.steps(module, 6)
+            assert ("(on rank 1)" in str(raised.value)) == (dist.get_rank() == 0), name
+            assert not is_kept_gathered(module), name
+        prediction.close()
 
 
 class Slow:
