@@ -52,8 +52,10 @@ class Collect:
     """Returns the result of the whole call."""
     own: Callable[[Any], Any] = lambda value: value
     """Returns one rank's part, given the value it sent; for `per_rank()` and `stream()`."""
+    keep: Callable[[Any], object] | None = None
+    """Takes rank 0's value of each step of a call in steps, on a thread; the next step waits for that."""
     tokens: SimpleQueue[Any] | None = None
-    """Lists of what `stream()` yields of a call in steps, and `None` at the end."""
+    """Lists of what `stream()` yields of a call in steps, which run one ahead of them, and `None` at the end."""
     as_refs: bool = False
     """True if the ranks' values are left in the object store as plain objects."""
 
@@ -439,15 +441,15 @@ def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
     return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
 
 
-def streamed(collect: Collect) -> tuple[Collect, Callable[[Any], None]]:
-    """Return how a call in steps makes its result, and what takes rank 0's value of each step for its `stream()`."""
+def streamed(collect: Collect) -> Collect:
+    """Collect tokens for `stream()`, too."""
     tokens = SimpleQueue[Any]()
 
     def keep(value: Any) -> None:
         if isinstance(value, Tokens):  # the last value is the result
             tokens.put(value)
 
-    return replace(collect, tokens=tokens), keep
+    return replace(collect, keep=keep, tokens=tokens)
 
 
 def _flat(ids: Any) -> Any:
