@@ -14,7 +14,6 @@ from raysharding.distributed.comm import agreeing, any_rank, using_group
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     group_of,
-    is_kept_gathered,
     module_mode,
     recovering,
     without_trace,
@@ -81,8 +80,7 @@ class Forwarding:
             output, found = self._forward(one)
             output = map_leaves(_whole, without_caches(output))
             value = output if one is own else value
-            if not is_kept_gathered(self._module):
-                check_execution_order(self._module)
+            check_execution_order(self._module)
             if found is not None:
                 done.add(found)
         loss, nodes = find_loss(value), children(value)

@@ -381,8 +381,7 @@ class Prediction:
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
                 output = call_model(module, batch.args, batch.kwargs)
-            if not is_kept_gathered(module):
-                check_execution_order(module)
+            check_execution_order(module)
         return output
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
