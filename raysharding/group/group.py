@@ -37,7 +37,6 @@ from raysharding.group.calls import (
     ProgressOption,
     blocking,
     check_no_examples,
-    collect_generated,
     collect_outputs,
     collect_returns,
     driver_handle,
@@ -391,7 +390,7 @@ class ShardedModelGroup:
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
-        method, collect = "generate", collect_generated(out, batches[0].rows)
+        method, collect = "generate", collect_outputs(out, batches[0].rows, 0)
         if stream:
             method, collect = "generate_stream", streamed(collect)
         extra = (mode, out, summon_full_params, fn)

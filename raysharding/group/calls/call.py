@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
-import torch
 from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank, Tokens, select_output
@@ -427,18 +426,10 @@ collect_rank0 = Collect(lambda call: call.value(0))
 
 
 def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
-    """Join the ranks' outputs of a forward; `rows` and `dim` are those of `RankBatch`."""
+    """Join the ranks' outputs of a forward or `generate`; `rows` and `dim` are those of `RankBatch`."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
     return Collect(lambda call: select_output(out, call.values(), rows, dim), lambda sent: sent.value)
-
-
-def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
-    """Join the ranks' token ids; several sequences of one row are adjacent, as in one process."""
-    ids = collect_outputs(out, rows, 0)
-    if ids.as_refs:
-        return ids
-    return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
 
 
 def streamed(collect: Collect) -> Collect:
@@ -450,12 +441,6 @@ def streamed(collect: Collect) -> Collect:
             tokens.put(value)
 
     return replace(collect, keep=keep, tokens=tokens)
-
-
-def _flat(ids: Any) -> Any:
-    if isinstance(ids, PerRank):
-        return PerRank([_flat(own) for own in ids])
-    return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
 
 
 def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
