@@ -37,7 +37,6 @@ from raysharding.group.calls import (
     ProgressOption,
     blocking,
     check_no_examples,
-    collect_generated,
     collect_outputs,
     collect_returns,
     driver_handle,
@@ -391,14 +390,11 @@ class ShardedModelGroup:
         check_out(out)
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
-        collect = collect_generated(out, batches[0].rows)
-        extra = (mode, out, summon_full_params, fn)
-        options: dict[str, Any] = {"collect": collect}
+        method, collect = "generate", collect_outputs(out, batches[0].rows, 0)
         if stream:
-            collect, keep = streamed(collect)
-            options = {"collect": collect, "keep_step": keep, "steps_ahead": 1}
-        method = "generate_stream" if stream else "generate"
-        return self._client.submit_batches(method, batches, *extra, **options).keep_alive(self)
+            method, collect = "generate_stream", streamed(collect)
+        extra = (mode, out, summon_full_params, fn)
+        return self._client.submit_batches(method, batches, *extra, collect=collect).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
@@ -1010,7 +1006,7 @@ class ShardedModelGroup:
             call.wait_taken()
             return tensors
 
-        return self._client.submit_same("state_dict", wanted, keep_step=keep, collect=Collect(join)).keep_alive(self)
+        return self._client.submit_same("state_dict", wanted, collect=Collect(join, keep=keep)).keep_alive(self)
 
     @driver_handle
     @blocking

@@ -56,7 +56,6 @@ class Predictor:
         self._status = status
         self._run: Prediction | None = None
         self._summons: bool | None = None
-        self._keeps = True
 
     def predict_begin(self, plan: PredictPlan) -> PredictStart:
         """Open the data and the output. Collective. Ends an earlier run that was not ended.
@@ -67,7 +66,7 @@ class Predictor:
         with self._status.running("forward", "predict"):
             self.predict_end()
             module = self._status.module
-            self._keeps, self._summons = True, plan.summon_full_params
+            self._summons = plan.summon_full_params
             self._run = run = Prediction(plan, self._status.device, InputBounds.of(module), module)
             return PredictStart(run.num_rows, run.num_done, len(run.parts), run.is_over, self._status.is_saved)
 
@@ -76,8 +75,8 @@ class Predictor:
         with self._status.running("forward", "predict", keeps_gathered=True):
             run = self._run
             assert run is not None, "predict_begin comes first"
-            if not run.is_over:  # the ranks ask for memory until it lacks
-                self._keeps = self._keeps and self._status.keep_gathered(self._summons)
+            if not run.is_over and not self._status.keep_gathered(self._summons):
+                self._summons = False  # the ranks ask for memory until it lacks
             num_taken, num_rows = run.steps(self._status.module, num_steps)
             finished = tuple((part.start, table.nbytes, schema_as_text(table.schema)) for part, table in run.finished)
             return PredictSteps(num_taken, num_rows, finished, run.is_over, run.dropped)

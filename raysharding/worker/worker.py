@@ -272,6 +272,8 @@ class Worker:
         out: Out | None = None,
         summon_full_params: bool | None = None,
         fn: OutputFunction | None = None,
+        *,
+        stream: TokenStream | None = None,
     ) -> RankOutput:
         """Generate token ids for this rank's part of the batch. Collective.
 
@@ -282,55 +284,41 @@ class Worker:
             summon_full_params: True to gather all parameters once, False to gather by groups, anew for each token.
                 Default: `Sharding.summon_full_params`.
             fn: As for `forward`.
+            stream: Takes the tokens of each step, for `generate_stream`.
         """
         with self.status.running("generate", "generate"):
             self.status.keep_gathered(summon_full_params)
             try:
-                return self._generate(batch, mode, out, fn)
+                return generate(
+                    self.module,
+                    self.status.on_device(batch),
+                    fn and self._as_current()(fn),
+                    training=is_training(mode, default="eval"),
+                    keep=self._wants(out) and not batch.is_dummy,
+                    stream=stream,
+                )
             finally:
                 self.status.release_gathered()
 
-    def generate_stream(
-        self,
-        batch: RankBatch,
-        mode: Literal["train", "eval"] | None = None,
-        out: Out | None = None,
-        summon_full_params: bool | None = None,
-        fn: OutputFunction | None = None,
-    ) -> Generator[Tokens | None, None, RankOutput]:
+    def generate_stream(self, batch: RankBatch, *options: Any) -> Generator[Tokens | None, None, RankOutput]:
         """Generate as `generate` does, and yield on rank 0 the tokens of all ranks' rows, step by step. Collective.
 
         A rank that stops iterating before the end must do so on the step of the others.
+
+        Args:
+            batch: As for `generate`.
+            *options: The other positional arguments of `generate`.
         """
         is_silent = batch.is_dummy if batch.rows else self.rank != 0
-        stream = TokenStream(partial(self._generate, batch, mode, out, fn), self.device, is_silent=is_silent)
+        stream = TokenStream(partial(self.generate, batch, *options), is_silent=is_silent)
         try:
-            with self.status.running("generate", "generate"):
-                # Once: a generation that fails reshards the module on its thread, sooner on one rank than on another.
-                self.status.keep_gathered(summon_full_params)
-            while True:
-                with self.status.running("generate", "generate", keeps_gathered=True):
-                    tokens = stream.next()
-                    if tokens is None:
-                        output: RankOutput = stream.result()
-                        return output
+            while (tokens := stream.next()) is not None:
                 yield tokens if self.rank == 0 else None
+            output: RankOutput = stream.outcome.result()
+            return output
         finally:
             stream.close()
-            self.status.release_gathered()
-
-    def _generate(
-        self,
-        batch: RankBatch,
-        mode: Literal["train", "eval"] | None,
-        out: Out | None,
-        fn: OutputFunction | None,
-        stream: TokenStream | None = None,
-    ) -> RankOutput:
-        training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
-        current = fn and self._as_current()(fn)
-        own = self.status.on_device(batch)
-        return generate(self.module, own, current, training=training, keep=keep, stream=stream)
+            self.status.phase = "ready"  # a generation that was stopped has ended by an exception
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.

@@ -104,6 +104,12 @@ def test_what_comes_back_is_as_for_forward(llama: ShardedModelGroup) -> None:
     assert torch.equal(llama.generate(PROMPTS, **options), whole), "rank 0 answers, without a Split"
     streamed = dict(llama.generate.remote(Split(PROMPTS), **options).stream())
     assert torch.equal(torch.cat([streamed[rank] for rank in range(3)]), whole)
+    several = options | {"num_beams": 2, "num_return_sequences": 2}
+    whole = llama.generate(Split(PROMPTS), **several)
+    assert len(whole) == 2 * len(PROMPTS)
+    refs = llama.generate(Split(PROMPTS), out=Out.refs(), **several)
+    assert torch.equal(torch.cat(ray.get(list(refs))), whole)
+    assert torch.equal(llama.generate(PROMPTS, **several), whole)
 
 
 def new_ids(row: torch.Tensor, end: int) -> list[int]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.distributed.comm import all_gather_json, current_group, get_rank, metadata_device, rank_name, to_host
+from raysharding.distributed.fully_shard.internals import is_kept_gathered
 from raysharding.distributed.fully_shard.module_group import over_ranks_of
 from raysharding.errors import PlanError
 from raysharding.torch_internals import current_graph_task_id
@@ -106,7 +107,8 @@ def check_execution_order(module: nn.Module) -> None:
     """Check that all ranks ran the same FSDP groups in the same order since the last check; collective.
 
     Every rank of the current group calls this after the same forwards, before their results are used. A module without
-    recorded groups (`wrap="none"`, or not from `shard_module`) needs no check and no messages.
+    recorded groups (`wrap="none"`, or not from `shard_module`), or whose parameters are kept gathered, needs no check
+    and no messages.
 
     Args:
         module: The root module.
@@ -116,7 +118,7 @@ def check_execution_order(module: nn.Module) -> None:
         RuntimeError: From the process group, if a rank times out.
     """
     order = _orders.get(module)
-    if order is None or len(order.labels) < 2 or dist.get_world_size(current_group()) == 1:
+    if order is None or len(order.labels) < 2 or dist.get_world_size(current_group()) == 1 or is_kept_gathered(module):
         return
     digest, last = order.digest, list(order.last)
     order.restart()

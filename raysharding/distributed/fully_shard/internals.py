@@ -433,7 +433,7 @@ def keep_full(part: Any) -> None:
     """
     with ExitStack() as stack:
         if all(map(_is_whole, own_groups(part))):
-            stack.callback(_register_local(part))
+            _register_local(part, stack)
         else:
             part.unshard()
         policy = part._get_fsdp_state()._mp_policy
@@ -451,17 +451,12 @@ def _is_whole(group: Any) -> bool:
     return not is_cut and not is_moved and all(low in (None, one.sharded_param.dtype) for one in group.fsdp_params)
 
 
-def _register_local(part: Any) -> Callable[[], None]:
-    items = [item for group in own_groups(part) if group.is_sharded for item in group.fsdp_params]
-    for item in items:
+def _register_local(part: Any, stack: ExitStack) -> None:
+    """Register the shards' own memory as full parameters, until the stack closes."""
+    for item in (item for group in own_groups(part) if group.is_sharded for item in group.fsdp_params):
         local = item.sharded_param.to_local().detach()
         item._setattr_on_modules(nn.Parameter(local, requires_grad=item.sharded_param.requires_grad))
-
-    def undo() -> None:
-        for item in items:
-            item._setattr_on_modules(item.sharded_param)
-
-    return undo
+        stack.callback(item._setattr_on_modules, item.sharded_param)
 
 
 def _replace_hooks(hooks: dict[int, Any], cast: Callable[..., Any] | None) -> Callable[[], None]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +24,7 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.fully_shard import module_mode, over_ranks_of, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
+from raysharding.distributed.training.forward import naming
 from raysharding.distributed.training.losses import (
     LossFunction,
     call_model,
@@ -85,10 +85,8 @@ class Evaluation:
         self._loss = Accumulation()
         # Sum and count of each metric, then rows: summed on each rank, and over the ranks by `values`.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
-        # Metric of two functions → this rank's values, on the CPU: a tuple of tensors for each batch.
-        self._kept: dict[str, list[tuple[torch.Tensor, ...]]] = {
-            name: [] for name, metric in plan.metrics.items() if isinstance(metric, tuple)
-        }
+        # Metric → if it has two functions, this rank's values, on the CPU: a tuple of tensors for each batch.
+        self._kept: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in plan.metrics}
 
     @over_ranks_of("module")
     def step(self, module: nn.Module) -> bool:
@@ -138,31 +136,31 @@ class Evaluation:
         """Return a metric of the values of all rows; collective. Wire: the values of each rank to all others."""
         kept, columns = self._kept[name], list[torch.Tensor]()
         # Every rank calls what follows, without rows too: the others would wait in the all-gather and the broadcasts.
-        with agreeing(), _named(name):
+        with agreeing(), naming(f"metrics[{name!r}]"):
             columns = [torch.cat(column) for column in zip(*filter(None, kept), strict=True)]
         kinds = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in columns]
         every = all_gather_json([[len(batch[0]) if batch else 0 for batch in kept], kinds])
         if len({str([(dtype, shape[1:]) for dtype, shape in own]) for _, own in every if own}) != 1:
             what = "values have other dtypes or shapes on other ranks"
             raise DataError(f"metrics[{name!r}]: {what}: {[own for _, own in every]}")
-        pieces: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in next(own for _, own in every if own)]
+        by_rank: list[list[tuple[torch.Tensor, ...]]] = []
         for rank, (lengths, own) in enumerate(every):
             mine = iter(columns if rank == get_rank() else ())
-            for column, (dtype, shape) in zip(pieces, own, strict=False):
-                column.append(broadcast_tensor(next(mine, None), dtype, shape, rank).cpu().split(lengths))
+            tensors = (broadcast_tensor(next(mine, None), dtype, shape, rank) for dtype, shape in own)
+            by_rank.append([one.cpu().split(lengths) for one in tensors])
 
         def made() -> float:
+            pieces = zip(*filter(None, by_rank), strict=True)  # of each column: by rank, and there by batch
             in_order = [torch.cat([one for batch in zip(*column, strict=True) for one in batch]) for column in pieces]
-            with _named(name):
+            with naming(f"metrics[{name!r}]"):
                 return float(compute(*in_order))
 
-        found: float = from_rank_0(made)
-        return found
+        return float(from_rank_0(made))
 
     def _add(self, output: Any, batch: RankBatch) -> None:
         for index, (name, metric) in enumerate(self._plan.metrics.items()):
             first = metric[0] if isinstance(metric, tuple) else metric
-            with _named(name):
+            with naming(f"metrics[{name!r}]"):
                 found: Any = call_on_output(first, output, batch.args, batch.kwargs)
             if isinstance(metric, tuple):
                 self._kept[name][-1] = _rows_of(name, found)
@@ -180,15 +178,6 @@ class Evaluation:
         found = loss_of_batch(module, batch, self._plan.loss, with_backward=False)
         self._loss.add(found)
         return map_leaves(lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, found.output)
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Raise the error of a metric as a `DataError` that names it, of one kind on all ranks: the group stays READY."""
-    try:
-        yield
-    except Exception as error:
-        raise DataError(f"metrics[{name!r}] raised {type(error).__name__}: {error}") from error
 
 
 def _rows_of(name: str, found: Any) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,6 @@ from raysharding.distributed.comm import agreeing, any_rank, using_group
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     group_of,
-    is_kept_gathered,
     module_mode,
     recovering,
     without_trace,
@@ -81,8 +81,7 @@ class Forwarding:
             output, found = self._forward(one)
             output = map_leaves(_whole, without_caches(output))
             value = output if one is own else value
-            if not is_kept_gathered(self._module):
-                check_execution_order(self._module)
+            check_execution_order(self._module)
             if found is not None:
                 done.add(found)
         loss, nodes = find_loss(value), children(value)
@@ -137,14 +136,19 @@ def call_on_outputs(fn: OutputFunction, outputs: Any, batch: RankBatch, called: 
     Raises:
         DataError: `fn` raised.
     """
+    own = getattr(fn, "__wrapped__", fn)
+    with naming(f"fn={getattr(own, '__qualname__', type(own).__name__)}"), torch.no_grad():
+        named = dict(zip(positions_of(called), batch.args, strict=False))
+        return fn(outputs, {**named, **batch.kwargs} if batch.kwargs else batch.args)
+
+
+@contextmanager
+def naming(function: str) -> Iterator[None]:
+    """Raise an error of a function as a `DataError` that names it, of one kind on all ranks: the group stays READY."""
     try:
-        with torch.no_grad():
-            named = dict(zip(positions_of(called), batch.args, strict=False))
-            return fn(outputs, {**named, **batch.kwargs} if batch.kwargs else batch.args)
+        yield
     except Exception as error:
-        fn = getattr(fn, "__wrapped__", fn)
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise DataError(f"fn={name} raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{function} raised {type(error).__name__}: {error}") from error
 
 
 def _whole(_: str, leaf: Any) -> Any:

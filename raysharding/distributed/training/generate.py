@@ -74,10 +74,9 @@ def generate(
         stream: Takes the tokens of each step; then a rank that raises alone leaves the others waiting in a collective.
 
     Returns:
-        Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
-        that of the longest row of all ranks, and shorter rows are padded at the end. With `return_dict_in_generate`
-        transformers' output, where the scores and logits of a rank that ended early go on as if the pad token were
-        certain: 0 for it, -inf for the others. There, and in `fn`, the first dim is rows * sequences.
+        Ids on the CPU, int64 [rows * sequences, length]; `length` is that of the longest row of all ranks, and shorter
+        rows are padded at the end. With `return_dict_in_generate` transformers' output, where the scores and logits of
+        a rank that ended early go on as if the pad token were certain: 0 for it, -inf for the others.
 
     Raises:
         ValueError: On every rank, if the module cannot generate, an argument is not supported, or some rows of
@@ -144,11 +143,8 @@ def generate(
     if fn is None and isinstance(found, dict) and "beam_indices" in found:
         found["beam_indices"] = None  # they count the beams of this rank
     num_rows = len(ids) if batch.num_held is None else batch.num_held
-    num_sequences = len(ids) // num_rows
-    if isinstance(found, torch.Tensor) and fn is None and num_sequences > 1:
-        found, num_sequences = found.unflatten(0, (num_rows, -1)), 1
     value = map_leaves(to_cpu, without_caches(found)) if keep else None
-    return RankOutput(value, num_sequences=num_sequences)
+    return RankOutput(value, num_sequences=len(ids) // num_rows)
 
 
 def _pad_token(module: nn.Module, kwargs: dict[str, Any]) -> int:

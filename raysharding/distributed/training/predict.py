@@ -371,18 +371,22 @@ class Prediction:
         return self._columns(rows)
 
     def _run(self, module: nn.Module, batch: RankBatch) -> Any:
-        """Return the output of the model, or the ids of `generate`, for this rank's rows; collective."""
+        """Return the output of the model, or the ids of `generate`, for this rank's rows; collective.
+
+        Several sequences of a row are in a dim of their own: columns have one value per row.
+        """
         if self._plan.generate_kwargs is not None:
             kwargs = {**batch.wrapped_kwargs, **self._plan.generate_kwargs}
             if kwargs.get("seed") is not None:  # each forward draws other samples
                 kwargs["seed"] += self._left * self._world_size
             whole = replace(batch, wrapped_kwargs=kwargs)
-            return generate(module, whole, keep=not batch.is_dummy).value
+            made = generate(module, whole, keep=not batch.is_dummy)
+            is_several = made.num_sequences > 1 and isinstance(made.value, torch.Tensor)
+            return made.value.unflatten(0, (-1, made.num_sequences)) if is_several else made.value
         with recovering(module):
             with torch.no_grad(), module_mode(module, training=False):
                 output = call_model(module, batch.args, batch.kwargs)
-            if not is_kept_gathered(module):
-                check_execution_order(module)
+            check_execution_order(module)
         return output
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:

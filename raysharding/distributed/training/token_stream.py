@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from raysharding.batch import Tokens
-from raysharding.distributed.comm import all_gather_ints, is_accelerator, set_current_device
+from raysharding.distributed.comm import all_gather_ints
+
+_NO_TOKEN = -1
 
 
 class GenerationStoppedError(Exception):
@@ -27,74 +29,54 @@ class TokenStream:
     """A generation on a thread. Its methods `put` and `end` are those of transformers' `BaseStreamer`.
 
     Args:
-        run: Generates, with this stream as the streamer, and calls `exchange` once a step; collective.
-        device: Where the module computes.
+        run: `run(stream=...)` sets the thread's device, generates with this stream as the streamer, and calls
+            `exchange` once a step; collective.
         is_silent: True if this rank's tokens are no rows of the call.
     """
 
-    def __init__(self, run: Callable[[TokenStream], Any], device: torch.device, *, is_silent: bool) -> None:
-        self._run = run
-        self._device = device
-        self._is_silent = is_silent
+    def __init__(self, run: Callable[..., Any], *, is_silent: bool) -> None:
         self.end_tokens: Collection[int] = ()
         """Ids after which a row has ended; set by `run`."""
+        self.outcome: Future[Any] = Future()
+        """What `run` returned or raised, once `next` has returned `None`."""
+        self._is_silent = is_silent
+        self._num_rows: int | None = None
+        """Rows of this rank that are rows of the call; `None` before the prompt."""
+        self._rows: list[int] = []
+        """That number of each rank, from the first `exchange`."""
         self._ended: set[int] = set()
         self._put: list[int] = []
-        self._has_prompt = False
-        self._width = 0
-        self._widths: list[int] = []
         self._handed: SimpleQueue[Tokens | None] = SimpleQueue()
         self._goes_on: SimpleQueue[bool] = SimpleQueue()
-        self._goes_on.put(True)  # the step after the one whose tokens travel is computed meanwhile
-        self._result: Future[Any] = Future()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(run,), name="raysharding-generate", daemon=True)
+        self._thread.start()
 
     def next(self) -> Tokens | None:
-        """Return the tokens of the next step, of all ranks; `None` at the end. Collective.
-
-        Raises:
-            Exception: The error of the generation.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._generate, name="raysharding-generate", daemon=True)
-            self._thread.start()
-        else:
-            self._goes_on.put(True)
+        """Return the tokens of the next step, of all ranks; `None` at the end. Collective."""
+        self._goes_on.put(True)  # the step after the one whose tokens travel is computed meanwhile
         # Not bounded here: the controller bounds each step, as it does a forward.
-        tokens = self._handed.get()
-        if tokens is None:
-            self._thread.join()
-        return tokens
-
-    def result(self) -> Any:
-        """Return what `run` returned, at the end; raise what it raised."""
-        return self._result.result(0)
+        return self._handed.get()
 
     def close(self) -> None:
         """Stop the generation, if it has not ended; collective, since all ranks leave the model together."""
-        if self._thread is not None and self._thread.is_alive():
-            self._goes_on.put(False)
-            self._thread.join()
+        self._goes_on.put(False)
+        self._thread.join()
 
-    def _generate(self) -> None:
+    def _run(self, run: Callable[..., Any]) -> None:
         try:
-            if is_accelerator(self._device):
-                set_current_device(self._device)  # torch has one for each thread
-            self._result.set_result(self._run(self))
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._result.set_exception(error)
+            self.outcome.set_result(run(stream=self))
+        except BaseException as error:  # noqa: BLE001 - raised by `outcome`
+            self.outcome.set_exception(error)
         self._handed.put(None)
 
     def put(self, value: torch.Tensor) -> None:
         """Take one token of each row; the prompt comes first."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        if value.ndim != 1:
+        if self._num_rows is None:
+            self._num_rows = 0 if self._is_silent else len(value)
+        elif value.ndim != 1:
             raise ValueError("stream=True: not with assisted decoding, which makes several tokens a step")
-        if not self._is_silent:
-            self._width = len(value)
-            self._put += value.tolist()
+        elif self._num_rows:
+            self._put = value.tolist()
 
     def end(self) -> None:
         """Do nothing: `exchange` says when all ranks have ended."""
@@ -111,28 +93,25 @@ class TokenStream:
         Raises:
             GenerationStoppedError: On every rank: the reader goes away.
         """
-        own, self._put = self._put, []
         # Every rank calls this once a step, ended or without rows too: the others would wait in the all-gather.
-        found = all_gather_ints([not is_done, len(own), self._width])
-        longest = max(length for _, length, _ in found)
-        if longest:
-            # In the first step all ranks with rows put tokens.
-            self._widths = self._widths or [width for *_, width in found]
-            by_rank = all_gather_ints([*own, *[0] * (longest - len(own))])
-            self._handed.put(self._rows_of([one[:length] for one, (_, length, _) in zip(by_rank, found, strict=True)]))
+        if not self._rows:
+            self._rows = [num_rows for (num_rows,) in all_gather_ints([self._num_rows or 0])]
+        own, self._put = self._put, []
+        missing = [_NO_TOKEN] * (max(self._rows) - len(own))
+        found = all_gather_ints([not is_done, *own, *missing])
+        if tokens := self._tokens_of([one for _, *one in found]):
+            self._handed.put(tokens)
             if not self._goes_on.get():
                 raise GenerationStoppedError("the reader of the tokens has stopped the generation")
         return any(goes_on for goes_on, *_ in found)
 
-    def _rows_of(self, by_rank: list[list[int]]) -> Tokens:
+    def _tokens_of(self, by_rank: list[list[int]]) -> Tokens:
         """Return the tokens of rows that have not ended; transformers pads the others."""
         tokens = Tokens()
-        for rank, own in enumerate(by_rank):
-            start = sum(self._widths[:rank])
-            for index, token in enumerate(own):
-                row = start + index % self._widths[rank]
-                if row not in self._ended:
-                    tokens.append((row, token))
+        of_rows = (token for own, num_rows in zip(by_rank, self._rows, strict=True) for token in own[:num_rows])
+        for row, token in enumerate(of_rows):
+            if token != _NO_TOKEN and row not in self._ended:
+                tokens.append((row, token))
                 if token in self.end_tokens:
                     self._ended.add(row)
         return tokens

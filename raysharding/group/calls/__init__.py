@@ -4,7 +4,6 @@ from raysharding.group.calls.call import (
     Call,
     Collect,
     collect_all,
-    collect_generated,
     collect_outputs,
     collect_rank0,
     collect_returns,

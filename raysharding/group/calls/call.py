@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 import ray
-import torch
 from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank, Tokens, select_output
@@ -52,8 +51,10 @@ class Collect:
     """Returns the result of the whole call."""
     own: Callable[[Any], Any] = lambda value: value
     """Returns one rank's part, given the value it sent; for `per_rank()` and `stream()`."""
+    keep: Callable[[Any], object] | None = None
+    """Takes rank 0's value of each step of a call in steps, on a thread; the next step waits for that."""
     tokens: SimpleQueue[Any] | None = None
-    """Lists of what `stream()` yields of a call in steps, and `None` at the end."""
+    """Lists of what `stream()` yields of a call in steps, which run one ahead of them, and `None` at the end."""
     as_refs: bool = False
     """True if the ranks' values are left in the object store as plain objects."""
 
@@ -425,35 +426,21 @@ collect_rank0 = Collect(lambda call: call.value(0))
 
 
 def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
-    """Join the ranks' outputs of a forward; `rows` and `dim` are those of `RankBatch`."""
+    """Join the ranks' outputs of a forward or `generate`; `rows` and `dim` are those of `RankBatch`."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
     return Collect(lambda call: select_output(out, call.values(), rows, dim), lambda sent: sent.value)
 
 
-def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
-    """Join the ranks' token ids; several sequences of one row are adjacent, as in one process."""
-    ids = collect_outputs(out, rows, 0)
-    if ids.as_refs:
-        return ids
-    return replace(ids, join=lambda call: _flat(ids.join(call)), own=lambda sent: _flat(ids.own(sent)))
-
-
-def streamed(collect: Collect) -> tuple[Collect, Callable[[Any], None]]:
-    """Return how a call in steps makes its result, and what takes rank 0's value of each step for its `stream()`."""
+def streamed(collect: Collect) -> Collect:
+    """Collect tokens for `stream()`, too."""
     tokens = SimpleQueue[Any]()
 
     def keep(value: Any) -> None:
         if isinstance(value, Tokens):  # the last value is the result
             tokens.put(value)
 
-    return replace(collect, tokens=tokens), keep
-
-
-def _flat(ids: Any) -> Any:
-    if isinstance(ids, PerRank):
-        return PerRank([_flat(own) for own in ids])
-    return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
+    return replace(collect, keep=keep, tokens=tokens)
 
 
 def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:

@@ -94,7 +94,6 @@ class Client:
         batches: Sequence[RankBatch],
         *extra: Any,
         collect: Collect = collect_rank0,
-        keep_step: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Call:
         """Submit a command with a batch per rank, under `Timeouts.call_s`.
@@ -104,7 +103,6 @@ class Client:
             batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
             collect: Makes the result. Default: the value of rank 0.
-            keep_step: As for `submit_same`.
             options: Other fields of `Submission`.
         """
         self._refuse()
@@ -117,7 +115,7 @@ class Client:
         args, shared = pack_batches(method, batches, *extra)
         options |= {"output": "ref" if collect.as_refs else "value", "max_output_bytes": self.max_output_bytes}
         parts = (args,) if isinstance(args, Packed) else tuple(args)
-        return self._submit(method, parts, shared, self.timeouts.call_s, collect, options, keep_step)
+        return self._submit(method, parts, shared, self.timeouts.call_s, collect, options)
 
     def submit_same(
         self,
@@ -126,7 +124,6 @@ class Client:
         deadline_s: float | None = None,
         collect: Collect = collect_rank0,
         is_last: bool = False,
-        keep_step: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
@@ -137,13 +134,12 @@ class Client:
             deadline_s: Deadline, in seconds. Default `Timeouts.call_s`.
             collect: Makes the result. Default: the value of rank 0.
             is_last: True if the command cleans up after a failure: it does not raise the error of a failed save.
-            keep_step: Takes rank 0's value of each step of a command with several steps, on a thread.
             options: Other fields of `Submission`.
         """
         if not is_last:
             self._refuse()
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
-        return self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options, keep_step)
+        return self._submit(method, (pack_same(method, *args),), None, deadline_s, collect, options)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -263,11 +259,10 @@ class Client:
         deadline_s: float,
         collect: Collect,
         options: dict[str, Any],
-        keep_step: Callable[[Any], None] | None = None,
     ) -> Call:
         """Put large arguments into the object store, and send the call to the controller."""
-        if keep_step is not None:
-            options |= {"takes_steps": True, "waits_for_driver": True}
+        if collect.keep is not None:
+            options |= {"takes_steps": True, "waits_for_driver": True, "is_stream": collect.tokens is not None}
         num_bytes = sum(part.num_bytes for part in parts) + (0 if shared is None else shared.num_bytes)
         self._wait_for_room(method)
         self.connection.require_ray()
@@ -284,8 +279,8 @@ class Client:
         with MaskedInterrupts(), self.connection.submitting:
             self.connection.refuse_if_unusable()
             self.connection.send(call, sent)
-        if keep_step is not None:
-            threading.Thread(target=call.take_items, args=(keep_step,), name=f"take {method}", daemon=True).start()
+        if collect.keep is not None:
+            threading.Thread(target=call.take_items, args=(collect.keep,), name=f"take {method}", daemon=True).start()
         return call
 
     def submit_pair(

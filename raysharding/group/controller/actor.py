@@ -243,8 +243,8 @@ class GroupController:
         current = self._queue.current
         if current is None or current.driver is not known or current.running is None:
             return num_cancelled, "", 0.0
-        if current.submission.steps_ahead:
-            current.running.cancel()  # a stream of tokens, of which nobody wants the rest
+        if current.submission.is_stream:
+            current.running.cancel()  # nobody wants the other tokens
         return num_cancelled, current.submission.method, max(0.0, current.running.deadline - time.monotonic())
 
     async def stop(self, driver: str, reason: str) -> None:
@@ -398,7 +398,7 @@ class GroupController:
     def _end_call(self, call: QueuedCall, verdict: Verdict) -> None:
         if (running := call.running) is not None and not running.ranks.is_stopping:
             self._resets_next = verdict.resets_next
-            self._weights_version = max(self._weights_version, running.weights_version)
+            self._weights_version = max(self._weights_version, verdict.outcome.weights_version or 0)
             if running.accumulates is not None:
                 self._drivers.note_accumulation(call.driver, call.submission.method, is_open=running.accumulates)
         # A call that has ended was of ranks that are stopped: perhaps a restart makes others already.

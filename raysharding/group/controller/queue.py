@@ -169,11 +169,9 @@ class CallQueue:
         """End a call of a driver that no rank has begun, or that runs in steps; others run to their end."""
         await self._drivers.turn(self._drivers[driver], number + 1)
         call = self._known.get((driver, number))
-        if call is None:
-            return
-        if call.running is not None:
+        if call is not None and call.running is not None:
             call.running.cancel()
-        elif call in self._waiting:
+        elif call is not None and call in self._waiting:
             self._waiting.remove(call)
             call.end(Outcome(error=CallCancelledError(f"{call.submission.method}: cancelled before any rank began it")))
 

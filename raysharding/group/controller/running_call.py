@@ -94,10 +94,9 @@ class RunningCall:
         self._sent: dict[int, Sent] = {}
         self._progress: dict[int, tuple[str, int, int]] = {}
         """Rank → its phase, bytes done and total bytes, as it last said."""
-        self._more = self._is_late = self._keeps_adapters = False
-        self._is_cancelled = False
-        self._given_up_s: float | None = None
-        """Seconds for which the driver did not take a part of the result; `None` if it has taken them."""
+        self._more = self._is_late = self._is_cancelled = self._keeps_adapters = False
+        self._ended_by: GroupError | None = None
+        """The error of a call in steps of which the driver does not want the rest, or does not take it."""
         self._has_begun = False
         self._arrived = ""
         self._items: list[Item] = []
@@ -116,24 +115,19 @@ class RunningCall:
         """True if ranks hold gradients for the next update after the call; `None` if no rank has run it."""
         return any(change.accumulates for change in self._changes.values()) if self._changes else None
 
-    @property
-    def weights_version(self) -> int:
-        """Version of the ranks' weights after the call; 0 if no rank has run it."""
-        return max((change.weights_version for change in self._changes.values()), default=0)
-
     async def run(self) -> Verdict:
         """Run all steps of the call; never raises."""
         polling = [start(self._poll(rank)) for rank in range(len(self.ranks)) if self.submission.watch_progress]
         try:
             await self._step(self.submission.method)
-            while self._more and not self._observed and await self._wait_taken(self.submission.steps_ahead):
+            while self._more and await self._wait_taken(num_left=int(self.submission.is_stream)):
                 await self._step(f"{self.submission.method}{NEXT_STEP}")
-            if self.submission.steps_ahead and not self._more:
-                await self._wait_taken(1)  # all but the result: with the outcome the parts are gone
-            if self._more and not self._observed:
+            if not self._more:
+                await self._wait_taken(num_left=1)  # all but the result: with the outcome the parts are gone
+            elif not self._observed:
+                what = f"{self.submission.method} on {self.name} was cancelled between two of its steps"
+                self._ended_by = self._ended_by or CallCancelledError(what)
                 await self._step(END_STEPS)
-            else:
-                self._is_cancelled = False  # too late
         finally:
             for task in polling:
                 task.cancel()
@@ -189,13 +183,15 @@ class RunningCall:
         """
         limit_s = self.submission.deadline_s
         # The driver's own thread takes tokens, however slow the reader is.
-        limit_s = min(limit_s, _FROZEN_S) if self.submission.steps_ahead else limit_s
+        limit_s = min(limit_s, _FROZEN_S) if self.submission.is_stream else limit_s
         until = time.monotonic() + limit_s
         while self.submission.waits_for_driver and self._num_taken + num_left < len(self._items) and not self._ends():
             try:
                 await asyncio.wait_for(self._changed.wait(), until - time.monotonic())
             except TimeoutError:
-                self._given_up_s = limit_s  # a frozen driver holds up the calls of the others no longer
+                # A frozen driver holds up the calls of the others no longer.
+                what = f"{self.submission.method} on {self.name}: its driver did not take the next part of the result"
+                self._ended_by = CallTimeoutError(f"{what} within {limit_s:g} s")
                 return False
         self.deadline = time.monotonic() + self.submission.deadline_s
         return not self._ends()
@@ -356,17 +352,11 @@ class RunningCall:
     def _judge(self) -> Verdict:
         """Decide whether the group is READY after the call."""
         world_size = len(self.ranks)
-        if self._given_up_s is not None:
-            what = (
-                f"{self.submission.method} on {self.name}: its driver did not take the next part of the result within"
-            )
-            return Verdict(Outcome(error=CallTimeoutError(f"{what} {self._given_up_s:g} s")))
-        if self._is_cancelled and not self._observed:
-            what = f"{self.submission.method} on {self.name} was cancelled between two of its steps"
-            return Verdict(Outcome(error=CallCancelledError(what)))
+        if not self._observed and self._ended_by is not None:
+            return Verdict(Outcome(error=self._ended_by))
         if not self._observed:
             sent = tuple(self._sent.get(rank) for rank in range(world_size))
-            return Verdict(Outcome(sent, self.weights_version), keeps_adapters=self._keeps_adapters)
+            return Verdict(Outcome(sent, self._changes[0].weights_version), keeps_adapters=self._keeps_adapters)
         method = self.submission.method
         error = failures.judge(self._observed, f"{method} on {self.name}", self._is_late, self._arrived)
         outcome = failures.failed(self._observed, error, world_size)

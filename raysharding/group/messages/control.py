@@ -107,8 +107,8 @@ class Submission:
     """True if the call may take several steps (`NEXT_STEP`); its result is rank 0's value of the last one."""
     waits_for_driver: bool = False
     """True if the driver takes rank 0's value of each step, and the next step waits for that."""
-    steps_ahead: int = 0
-    """Number of steps that may run before the driver has taken the value of one."""
+    is_stream: bool = False
+    """True if one step may run before the driver has taken the value of the one before, and an interrupt ends them."""
     uses_gradients: bool = False
     """True if the call goes on from the gradients that the driver's last call has left."""
     makes: bool = False
@@ -174,7 +174,7 @@ class Snapshot:
     generation: str = ""
     """Identifies the ranks from one restart to the next, after which the model is that of files."""
     weights_version: int = 0
-    """Highest version that the weights had."""
+    """Highest version of the weights after a call that succeeded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.batch import RankBatch, Split, deal
-from raysharding.distributed.comm.device import current_device
+from raysharding.batch import RankBatch, RankOutput, Split, deal
+from raysharding.distributed.comm.device import current_device, is_accelerator, set_current_device
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard import keep_gathered, move_inputs, reshard
 from raysharding.distributed.training.generate import generate
@@ -46,6 +47,12 @@ def test_ids_equal_one_process() -> None:
             assert torch.equal(found, expected.tensor_split(dist.get_world_size())[dist.get_rank()]), (name, options)
 
 
+def generate_on(device: torch.device, module: nn.Module, batch: RankBatch, stream: TokenStream) -> RankOutput:
+    if is_accelerator(device):
+        set_current_device(device)  # torch has one for each thread
+    return generate(module, batch, stream=stream)
+
+
 @on_ranks(2, sim=(2,))
 def test_a_stream_has_the_tokens_of_all_ranks() -> None:
     """In the order of the call, whether parameters are gathered once or by groups."""
@@ -56,13 +63,12 @@ def test_a_stream_has_the_tokens_of_all_ranks() -> None:
     for keeps in (False, True):
         if keeps:
             keep_gathered(pair.module)
-        device = current_device(device_type())
-        stream = TokenStream(lambda one: generate(pair.module, batch, stream=one), device, is_silent=False)
+        stream = TokenStream(partial(generate_on, current_device(device_type()), pair.module, batch), is_silent=False)
         came: list[list[int]] = [[] for _ in prompts]
         while (tokens := stream.next()) is not None:
             for row, token in tokens:
                 came[row].append(token)
-        assert torch.equal(stream.result().value, expected.tensor_split(dist.get_world_size())[dist.get_rank()])
+        assert torch.equal(stream.outcome.result().value, expected.tensor_split(dist.get_world_size())[dist.get_rank()])
         for one, row in zip(came, expected[:, prompts.shape[1] :].tolist(), strict=True):
             assert one == row[: len(one)]
             assert len(one) == len(row) or one[-1] == 2, "up to its end token"
