@@ -76,6 +76,7 @@ class TokenStream:
         elif value.ndim != 1:
             raise ValueError("stream=True: not with assisted decoding, which makes several tokens a step")
         elif self._num_rows:
+            assert not self._put, "transformers puts one token of each row between two exchanges"
             self._put = value.tolist()
 
     def end(self) -> None:
