@@ -6,13 +6,22 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure, RendezvousError
+from raysharding.errors import (
+    CallTimeoutError,
+    FailureKind,
+    GroupError,
+    RankFailure,
+    RayshardingError,
+    RendezvousError,
+)
 from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.messages import Outcome, RemoteError, Stacks, StateChange, in_step, one_model
 from raysharding.group.ranks import RankInfo
 
 _MAX_DEATH_CHARS = 600
 _RENDEZVOUS_ERROR = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
+_AGREED_ERROR = f"{RayshardingError.__module__}.{RayshardingError.__qualname__}"
+"""What ranks raise of which another one has raised an error that is none of ours: `agree` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +33,14 @@ class Observed:
     raised: RemoteError | None = None
     """The exception, if the rank raised one."""
     follows: bool = False
-    """True if the failure is only a consequence: the rank lost, or waits for, another rank."""
+    """True if the failure is only a consequence: the rank lost, waits for, or repeats the error of, another rank."""
 
 
 def rank_raised(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
     plain = _plain(info, "raised", raised.phase, raised.message)
     failure = replace(plain, error_type=raised.error_type, traceback=raised.traceback, tensor=raised.tensor)
-    return Observed(failure, raised, follows=raised.is_connection)
+    return Observed(failure, raised, follows=raised.is_connection or raised.error_type == _AGREED_ERROR)
 
 
 def rank_died(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
