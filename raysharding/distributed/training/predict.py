@@ -46,6 +46,7 @@ from raysharding.distributed.fully_shard import (
     module_mode,
     move_inputs,
     recovering,
+    reshard,
     unwrapped,
     weights_fingerprint,
 )
@@ -228,8 +229,12 @@ class Prediction:
             if batch.ends_wave and self._files is None:
                 break
         # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
-        with recovering(module), agreeing():
-            self._raise_kept()
+        try:
+            with agreeing():
+                self._raise_kept()
+        except Exception:
+            reshard(module)  # all let go of what a rank that failed in a forward has let go of
+            raise
         if self.is_over and self._files is not None:
             from_rank_0(partial(self._files.check_complete, self.parts))
         return left - self._left, num_rows
@@ -427,15 +432,17 @@ class Prediction:
         # Every rank calls this, without rows or after an error too: the others would wait in the all-gather.
         found = all_gather_json("" if table is None else schema_as_text(table.schema))
         schemas = [schema_from_text(one) for one in found if one]
-
-        def agreed() -> Any:
+        if not schemas:
+            return None
+        # All ranks see the same schemas, and return the same, whatever a rank's own batch did: `_step` goes by it.
+        try:
             schema = unify_schemas(schemas, self._plan.maker)
             if self._files is not None:
                 check_types(schema, self._key_types, self._plan.keys, self._plan.named)
-            return schema
-
-        # All ranks see the same schemas, and keep the same error; an earlier error of a rank is raised in its place.
-        return self._or_kept(agreed) if schemas else None
+        except DataError as error:
+            self._error = self._error or error
+            return None
+        return schema
 
     def _fitted(self, table: Any) -> Any:
         """Return the table of a batch with the types of the file; without files, with its own."""

@@ -142,18 +142,25 @@ def raises_late(outputs: Any, batch: Any) -> dict[str, Any]:
     return {"y": outputs}
 
 
+def raises_at_once(outputs: Any, batch: Any) -> dict[str, Any]:
+    if dist.get_rank():
+        raise ValueError("no such row")
+    return {"y": outputs}
+
+
 @on_ranks(2)
 def test_ranks_with_all_parameters_do_not_wait_for_each_other(root: Path) -> None:
     """Forwards and files cost no collective; what one rank raises ends all of them, and none keeps its parameters."""
     rows = SequenceRows([{"x": [float(number)]} for number in range(64)])
     assert dist.group.WORLD is not None, "run_ranks makes it"
     cases: dict[str, dict[str, Any]] = {"good": {}, "model": {}, "collate": {"collate_fn": reads_badly}}
-    for name, options in {**cases, "fn": {"fn": raises_late}}.items():
+    for name, options in {**cases, "fn": {"fn": raises_late}, "fn at once": {"fn": raises_at_once}}.items():
         module = shard_module(Refuses(raises=name == "model"), init_mesh("cpu"))
         keep_gathered(module)
         plan = PredictPlan(rows, batch_size=8, rows_per_file=32, output=str(root / name), **options)
         prediction = Prediction(plan, torch.device("cpu"), module=module)
-        prediction.steps(module, 1)
+        if name != "fn at once":
+            prediction.steps(module, 1)
         if name == "good":
             count, *_ = collective_counters(dist.group.WORLD)
             before = count()
