@@ -217,7 +217,8 @@ class Prediction:
 
         Raises:
             DataError: On every rank: a rank could not read, make or write rows; the error names them.
-            Exception: Any error of the model; if all ranks raise the same, later calls are correct.
+            Exception: Any error of the model; if all ranks raise the same, later calls are correct. With gathered
+                parameters, on every rank at the end of the call, as from `agree`.
         """
         num_rows, left, module = 0, self._left, unwrapped(module)
         for _ in range(min(num_steps, left)):
