@@ -316,9 +316,12 @@ class Worker:
                 yield tokens if self.rank == 0 else None
             output: RankOutput = stream.outcome.result()
             return output
+        except GeneratorExit:
+            stream.close()
+            self.status.phase = "ready"  # the generation has ended by an exception, and no call has failed
+            raise
         finally:
             stream.close()
-            self.status.phase = "ready"  # a generation that was stopped has ended by an exception
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.
