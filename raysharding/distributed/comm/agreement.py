@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding import errors
-from raysharding.distributed.comm.current_group import current_group, get_world_size, rank_name
+from raysharding.distributed.comm.current_group import current_group, get_world_size, global_ranks, rank_name
 from raysharding.distributed.comm.json_collectives import all_gather_json, any_rank, broadcast_json, metadata_device
 from raysharding.distributed.comm.waiting import to_host, wait_for
 from raysharding.errors import RayshardingError
@@ -59,16 +59,18 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
 
     Raises:
         Exception: On a rank with an error: `error` itself. On the other ranks: the same error with the number of the
-            first failed rank (a `RayshardingError` if `error` is not an error of this package).
+            first failed rank (a `RayshardingError` if `error` is not an error of this package). The attribute
+        `raysharding_raised_by` is the global rank whose error it is.
     """
     # Every rank calls this, with an error too: the others would wait in the all-gather for a rank that raised earlier.
     outcomes = all_gather_json({"error": None if error is None else _describe(error), "value": value}, group)
-    if error is not None:
-        raise error
-    for rank, outcome in enumerate(outcomes):
-        if outcome["error"] is not None:
-            raise _rebuild(rank_name(rank, group), outcome["error"])
-    return [outcome["value"] for outcome in outcomes]
+    failed = next((rank for rank, outcome in enumerate(outcomes) if outcome["error"] is not None), None)
+    if failed is None:
+        return [outcome["value"] for outcome in outcomes]
+    source = global_ranks(group)[failed] if error is None else dist.get_rank()
+    error = error or _rebuild(rank_name(failed, group), outcomes[failed]["error"])
+    error.raysharding_raised_by = source  # type: ignore[attr-defined]
+    raise error
 
 
 @contextmanager

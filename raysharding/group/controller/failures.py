@@ -6,22 +6,13 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from raysharding.errors import (
-    CallTimeoutError,
-    FailureKind,
-    GroupError,
-    RankFailure,
-    RayshardingError,
-    RendezvousError,
-)
+from raysharding.errors import CallTimeoutError, FailureKind, GroupError, RankFailure, RendezvousError
 from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.messages import Outcome, RemoteError, Stacks, StateChange, in_step, one_model
 from raysharding.group.ranks import RankInfo
 
 _MAX_DEATH_CHARS = 600
 _RENDEZVOUS_ERROR = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
-_AGREED_ERROR = f"{RayshardingError.__module__}.{RayshardingError.__qualname__}"
-"""What ranks raise of which another one has raised an error that is none of ours: `agree` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ def rank_raised(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
     plain = _plain(info, "raised", raised.phase, raised.message)
     failure = replace(plain, error_type=raised.error_type, traceback=raised.traceback, tensor=raised.tensor)
-    return Observed(failure, raised, follows=raised.is_connection or raised.error_type == _AGREED_ERROR)
+    return Observed(failure, raised, follows=raised.is_connection or raised.raised_by not in (None, info.rank))
 
 
 def rank_died(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
@@ -89,11 +80,12 @@ def rank_stopped(info: RankInfo, phase: str) -> Observed:
 
 
 def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
-    """Return True if all ranks raised the same kind of error, none as a consequence, and can run later calls."""
-    raised = [observed.raised for observed in seen]
+    """Return True if all ranks raised the same kind of error, or agreed to raise, and can run later calls."""
+    raised = [observed.raised for observed in seen if observed.raised is not None]
     # A rank whose result cannot be sent has run the call, and has not reset its module.
-    kinds = {(one.error_type, one.stage) for one in raised if one is not None}
-    return len(seen) == world_size and all_recovered(seen) and len(kinds) == 1
+    kinds = {(one.error_type, one.stage) for one in raised}
+    are_agreed = all(one.raised_by is not None for one in raised)
+    return len(seen) == world_size and all_recovered(seen) and (are_agreed or len(kinds) == 1)
 
 
 def all_recovered(seen: Sequence[Observed]) -> bool:
