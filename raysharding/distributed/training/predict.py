@@ -298,29 +298,34 @@ class Prediction:
         Returns:
             The rows; `None` if this rank has an error, and the others may go on.
         """
-        if self._schema is not None and self._plan.generate_kwargs is None and is_kept_gathered(module):
-            # No rank waits for another in a forward. One with an error waits for the others in `steps`.
-            self._or_kept(lambda: self._process(module, self._next()))
-            return None if self._error is not None else self._taken
-        # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
-        (passes,) = agreed_passes(self._next)
-        self._process(module, passes)
-        return self._taken
+        # No rank waits for another in such a forward. One with an error waits for the others in `steps`.
+        is_apart = self._plan.generate_kwargs is None and is_kept_gathered(module)
+        is_first = self._schema is None
+        if is_apart and not is_first:
+            table = self._or_kept(lambda: self._processed(module, self._next()))
+        else:
+            # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
+            (passes,) = agreed_passes(self._next)
+            process = partial(self._processed, module, passes)
+            table = self._or_kept(process) if is_apart else process()
+        if is_first:
+            self._schema = self._agreed_schema(table)
+        taken = self._taken
+        assert taken is not None, "_next has set it"
+        if table is not None:
+            self._or_kept(lambda: self._write(taken, self._fitted(table)))
+        return None if is_apart and not is_first and self._error is not None else taken
 
-    def _process(self, module: nn.Module, passes: Sequence[RankBatch]) -> None:
+    def _processed(self, module: nn.Module, passes: Sequence[RankBatch]) -> Any:
+        """Return the table of the last rows that were taken; `None` for a dummy row, or after an error in it."""
         passes = [one.replaced(lambda value: move_inputs(value, self._device)) for one in passes]
         taken, own, output = self._taken, own_pass(passes), None
-        assert taken is not None, "_next has set it"
         for one in passes:
             made = self._run(module, one)
             output = made if one is own else output
-        table = None
-        if taken.part is not None:
-            table = self._or_kept(lambda: self._table(module, taken, own, output))
-        if self._schema is None:
-            self._schema = self._agreed_schema(table)
-        if table is not None:
-            self._or_kept(lambda: self._write(taken, self._fitted(table)))
+        if taken is None or taken.part is None:
+            return None
+        return self._or_kept(lambda: self._table(module, taken, own, output))
 
     def _or_kept(self, make: Callable[[], Any]) -> Any:
         """Return `make()`; after an error `None`, and the ranks raise the error when they agree the next time."""

@@ -60,6 +60,13 @@ class Pair:
     def generate(self) -> None:
         assert torch.equal(self.group.generate(Split(IDS), **PROMPT), self.twin.generate(IDS, **PROMPT))
 
+    def predict(self) -> None:
+        rows = [{"input_ids": row.tolist()} for row in IDS] * 3
+        found = self.group.predict(rows, batch_size=len(IDS), rows_per_file=len(IDS))
+        with torch.no_grad():
+            expected = self.twin(input_ids=IDS).logits[:, -1].repeat(3, 1)
+        torch.testing.assert_close(torch.tensor(found["logits"].to_pylist()), expected, rtol=1e-4, atol=1e-5)
+
     def train_step(self) -> None:
         found = self.group.train_step(**BATCH)
         self.optimizer.zero_grad()
@@ -213,7 +220,7 @@ def test_a_call_that_fails_on_some_ranks_leaves_later_calls_right(pair: Pair, be
 
 @pytest.mark.parametrize(
     ("standing", "fails"),
-    cells("forward", "generate", "train_step", "forward_backward", "gather_root", quick=("train_step",)),
+    cells("forward", "train_step", "forward_backward", "gather_root", quick=("train_step",)),
     indirect=["standing"],
     scope="module",
 )
@@ -236,6 +243,28 @@ def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(pair: Pair, fa
     pair.optim_step()
     pair.train_step()
     pair.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("standing", "fails"), cells("generate", "predict", quick=("generate", "predict")), indirect=["standing"]
+)
+def test_a_pass_with_gathered_parameters_that_fails_on_some_ranks_leaves_the_group_right(
+    pair: Pair, fails: str
+) -> None:
+    """No rank waits for another in it, and all agree at its end."""
+    for _ in range(3):  # who is heard first is chance
+        pair.group.call(arm(), raising(pair), False)
+        with pytest.raises(GroupError, match="LookupError: alone") as caught:
+            getattr(pair, fails)()
+        failures = caught.value.failures
+        kinds = ["raised" if raises else "collateral" for raises in RAISING[pair.group.world_size]]
+        assert [failures[rank].kind for rank in range(pair.group.world_size)] == kinds
+        assert caught.value.primary is not None
+        assert caught.value.primary.error_type == "LookupError"
+        assert pair.group.state is GroupState.READY
+    getattr(pair, fails)()
+    pair.forward()
+    pair.train_step()
 
 
 @ON_TWO_RANKS
