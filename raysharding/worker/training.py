@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -385,7 +385,7 @@ class Trainer:
         self._fit.data_loader.position = self.position
         return self._dropped
 
-    def evaluate(self, plan: EvaluationPlan | None) -> Iterator[dict[str, float] | None]:
+    def evaluate(self, plan: EvaluationPlan | None) -> Generator[None, None, dict[str, float]]:
         """Compute loss and metrics over data. Collective.
 
         Random generators have the same state after the evaluation as before, so that a run's steps do not depend on it.
@@ -396,7 +396,10 @@ class Trainer:
             plan: The evaluation; `None` for that of the run, whose data is open.
 
         Yields:
-            `None` after every few batches; at the end, the values.
+            `None` after every few batches.
+
+        Returns:
+            The values.
         """
         with self._status.running("forward", "evaluate"):
             module = self._status.module
@@ -404,20 +407,20 @@ class Trainer:
             assert plan is not None, "fit_begin comes first"
             run = Evaluation(plan, self._status.device, InputBounds.of(module).for_loss(plan.loss), module)
         own: Mapping[str, Any] | None = None
+        keeps = True
         try:
-            is_over, keeps = False, True
-            while not is_over:
+            while True:
                 with self._status.running("forward", "evaluate", keeps_gathered=True):
                     keeps = keeps and self._status.keep_gathered(plan.summon_full_params)
                     outer = random_state()
                     restore_random_state(own or outer)
                     try:
-                        is_over = not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP))
-                        values = run.values() if is_over else None
+                        if not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP)):
+                            return run.values()
                     finally:
                         own = random_state()
                         restore_random_state(outer)
-                yield values
+                yield
         finally:
             self._dropped = run.data_loader.dropped
             run.data_loader.close()

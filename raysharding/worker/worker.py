@@ -381,7 +381,7 @@ class Worker:
                 raise
             self.status.forget_gradients()
 
-    def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    def state_dict(self, keys: Sequence[str] | None = None) -> Generator[dict[str, torch.Tensor]]:
         """Gather full tensors on rank 0, one bucket at a time. Collective: every rank iterates to the end.
 
         Args:

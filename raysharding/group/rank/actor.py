@@ -287,8 +287,12 @@ def _is_rays_own(frame: FrameType) -> bool:
 
 
 def _pack_output(value: Any, command: Command) -> Packed | AsValue | None:
+    from raysharding.batch import RankOutput
+
     if value is None and command.output == "value":
         return None
+    if command.output == "ref" and isinstance(value, RankOutput):
+        value = value.value
     packed = pack(value, f"the result of {command.method}")
     cap = command.max_output_bytes
     if cap is not None and packed.num_bytes > cap:

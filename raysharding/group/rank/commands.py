@@ -1,4 +1,4 @@
-"""The commands of a rank's work thread: public methods of `RankCommands`, and of the worker's trainer and predictor."""
+"""The commands of a rank's work thread: methods of `RankCommands`, of the worker, its trainer and its predictor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
-from raysharding.distributed.training import EvaluationPlan
 from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, PlanError, RayshardingError, said
 from raysharding.group.cluster import accelerator_names, facts_here
@@ -38,7 +37,6 @@ from raysharding.group.messages import (
     END_STEPS,
     NEXT_STEP,
     Command,
-    Mode,
     RemoteError,
     Shared,
     Stage,
@@ -89,7 +87,7 @@ class RankCommands:
         self._doing = command.method.removesuffix(NEXT_STEP)
         self._before = self._counts()
         if command.resets:
-            self.reset()
+            self._worker.reset()
         if command.method.endswith(NEXT_STEP):
             return self._next_step()
         if command.method == END_STEPS:
@@ -102,15 +100,17 @@ class RankCommands:
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
         args = tuple(fetched(value, command.method) if isinstance(value, RankBatch) else value for value in args)
-        method = getattr(self, command.method, None)
-        if method is None:
-            part = self._worker.predictor if command.method.startswith("predict_") else self._worker.trainer
-            method = getattr(part, command.method)
-        value = method(*args, **kwargs)
+        value = self._method(command.method)(*args, **kwargs)
         if command.method not in _IN_STEPS:
             return False, value
         self._steps = value
         return self._next_step()
+
+    def _method(self, name: str) -> Any:
+        if hasattr(self, name):
+            return getattr(self, name)
+        worker = self._worker
+        return next(getattr(one, name) for one in (worker, worker.trainer, worker.predictor) if hasattr(one, name))
 
     def _next_step(self) -> tuple[bool, Any]:
         assert self._steps is not None, "the first step comes first"
@@ -218,20 +218,6 @@ class RankCommands:
         assert self._address is not None, "join comes before store_address"
         return self._address
 
-    def forward(self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any) -> Any:
-        """Run the model forward; collective."""
-        return _plain(self._worker.forward(batch, mode, out, *options), out)
-
-    def generate(self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any) -> Any:
-        """Generate token ids; collective."""
-        return _plain(self._worker.generate(batch, mode, out, *options), out)
-
-    def generate_stream(
-        self, batch: RankBatch, mode: Mode, out: Out | None, *options: Any
-    ) -> Generator[Any, None, Any]:
-        """Generate token ids, in steps of the tokens of all rows, on rank 0; collective."""
-        return _plain((yield from self._worker.generate_stream(batch, mode, out, *options)), out)
-
     generators = staticmethod(random_state)
     """Return the state of the rank's random generators."""
     restore_generators = staticmethod(restore_random_state)
@@ -241,18 +227,6 @@ class RankCommands:
         """Make the optimizer; return a warning for the user. Collective if its state is restored."""
         self._worker.trainer.set_optimizer(*args)
         return self._worker.trainer.new_warning()
-
-    def evaluate(self, plan: EvaluationPlan | None) -> Generator[None, None, dict[str, float] | None]:
-        """Compute loss and metrics over data, some batches in each step; collective."""
-        values = None
-        for values in self._worker.trainer.evaluate(plan):
-            if values is None:
-                yield
-        return values
-
-    def reset(self) -> None:
-        """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""
-        self._worker.reset()
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function on all ranks. A rank with a dummy row returns no result."""
@@ -267,11 +241,6 @@ class RankCommands:
         """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
         outcome = self._worker.save(path, overwrite, async_save=async_save, **options)
         return outcome if async_save or self._worker.rank == 0 else None
-
-    def state_dict(self, keys: Sequence[str] | None) -> Generator[dict[str, torch.Tensor] | None]:
-        """Gather full tensors on rank 0, one bucket, a dict of FQN → CPU tensor, in each step; collective."""
-        for bucket in self._worker.state_dict(keys):
-            yield dict(bucket) if self._worker.rank == 0 else None
 
     def close(self) -> None:
         """Leave the process group, on all ranks."""
@@ -345,11 +314,6 @@ def import_code(model: str | None, config: bytes) -> float:
     with suppress(PlanError, ImportError), paused_gc():  # `build` raises it again, as the error of a call
         import_model(model, Checkpoint.from_json(config))
     return time.monotonic() - begun
-
-
-def _plain(output: Any, out: Out | None) -> Any:
-    """Return the value that a reference of `Out.refs()` is to."""
-    return output.value if out is not None and out.kind == "refs" else output
 
 
 def _filled(value: Any, shared: Sequence[Any]) -> Any:
