@@ -67,9 +67,11 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
     failed = next((rank for rank, outcome in enumerate(outcomes) if outcome["error"] is not None), None)
     if failed is None:
         return [outcome["value"] for outcome in outcomes]
-    source = global_ranks(group)[failed] if error is None else dist.get_rank()
-    error = error or _rebuild(rank_name(failed, group), outcomes[failed]["error"])
-    error.raysharding_raised_by = source  # type: ignore[attr-defined]
+    source = dist.get_rank()
+    if error is None:
+        error, source = _rebuild(rank_name(failed, group), outcomes[failed]["error"]), global_ranks(group)[failed]
+    if getattr(error, "raysharding_raised_by", None) is None:  # else it is a copy, by an earlier agreement
+        error.raysharding_raised_by = source  # type: ignore[attr-defined]
     raise error
 
 

@@ -80,12 +80,17 @@ def rank_stopped(info: RankInfo, phase: str) -> Observed:
 
 
 def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
-    """Return True if all ranks raised the same kind of error, or agreed to raise, and can run later calls."""
-    raised = [observed.raised for observed in seen if observed.raised is not None]
+    """Return True if all ranks raised the same kind of error, and can run later calls."""
+    raised = [observed.raised for observed in seen]
     # A rank whose result cannot be sent has run the call, and has not reset its module.
-    kinds = {(one.error_type, one.stage) for one in raised}
-    are_agreed = all(one.raised_by is not None for one in raised)
-    return len(seen) == world_size and all_recovered(seen) and (are_agreed or len(kinds) == 1)
+    kinds = {(one.error_type, one.stage) for one in raised if one is not None}
+    return len(seen) == world_size and all_recovered(seen) and len(kinds) == 1
+
+
+def all_agreed(seen: Sequence[Observed], world_size: int) -> bool:
+    """Return True if all ranks agreed to raise, whatever each of them raised, and can run later calls."""
+    are_agreed = all(one.raised is not None and one.raised.raised_by is not None for one in seen)
+    return len(seen) == world_size and all_recovered(seen) and are_agreed
 
 
 def all_recovered(seen: Sequence[Observed]) -> bool:
@@ -96,7 +101,7 @@ def all_recovered(seen: Sequence[Observed]) -> bool:
 
 def resets_some(seen: Sequence[Observed], world_size: int) -> bool:
     """Return True if some ranks have reset their modules and others have not."""
-    return not output_only(seen) and not all_alike(seen, world_size)
+    return not (output_only(seen) or all_alike(seen, world_size) or all_agreed(seen, world_size))
 
 
 def leaves_intact(call: str, seen: Sequence[Observed], changes: Collection[StateChange], world_size: int) -> bool:
@@ -112,7 +117,7 @@ def leaves_intact(call: str, seen: Sequence[Observed], changes: Collection[State
         return True
     are_alike = all_alike(seen, world_size)
     if call != "call":
-        return are_alike
+        return are_alike or all_agreed(seen, world_size)
     # A user's function may do different things on different ranks, and all have finished it. But some ranks may have
     # taken an optimizer step that the failed rank did not reach, or started a collective without it.
     are_equal = len(changes) == world_size and len(set(changes)) == 1 and in_step(changes)

@@ -291,7 +291,7 @@ def _pack_output(value: Any, command: Command) -> Packed | AsValue | None:
 
     if value is None and command.output == "value":
         return None
-    if command.output == "ref" and isinstance(value, RankOutput):
+    if command.output == "ref" and isinstance(value, RankOutput) and command.method != "call":
         value = value.value
     packed = pack(value, f"the result of {command.method}")
     cap = command.max_output_bytes

@@ -13,17 +13,19 @@ from raysharding.group import RankInfo
 from raysharding.group.calls.connection import raised_by
 from raysharding.group.controller.failures import (
     Observed,
+    all_agreed,
     all_alike,
     all_recovered,
     failed,
     judge,
+    leaves_intact,
     output_only,
     rank_died,
     rank_hung,
     rank_raised,
     rank_stopped,
 )
-from raysharding.group.messages import RemoteError, Stacks, without_frames
+from raysharding.group.messages import RemoteError, Stacks, StateChange, without_frames
 from raysharding.group.messages.remote_error import is_connection_error, record_exception
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
@@ -104,7 +106,12 @@ def test_alike_means_every_rank_the_same_type_on_its_own_account_and_repaired() 
     for lost in (GLOO, *NCCL):  # all ranks lost their peers: the process group is gone
         assert not all_alike([raises(rank, lost) for rank in range(2)], 2)
     agreed = [replace(one, raised_by=1) for one in (raised(RayshardingError("KeyError: row")), raised(KeyError("row")))]
-    assert all_alike(seen := [rank_raised(info(rank), one) for rank, one in enumerate(agreed)], 2)
+    seen = [rank_raised(info(rank), one) for rank, one in enumerate(agreed)]
+    assert all_agreed(seen, 2)
+    assert not all_agreed(seen[:1], 2)
+    assert not all_agreed(alike, 2)
+    assert leaves_intact("generate", seen, (), 2)
+    assert not leaves_intact("call", seen, [StateChange(whole=False, num_changes=1)] * 2, 2)
     assert judge(seen, "generate", timed_out=False).primary == seen[1].failure
     packing = replace(alike[0], raised=replace(raised(ValueError("x")), stage="output"))
     assert output_only([packing])
