@@ -46,7 +46,7 @@ from raysharding.distributed.fully_shard import (
     module_mode,
     move_inputs,
     recovering,
-    reshard,
+    reset,
     unwrapped,
     weights_fingerprint,
 )
@@ -221,20 +221,22 @@ class Prediction:
                 parameters, on every rank at the end of the call, as from `agree`.
         """
         num_rows, left, module = 0, self._left, unwrapped(module)
-        for _ in range(min(num_steps, left)):
-            batch = self._step(module)
-            if batch is None:
-                break
-            num_rows += batch.counts[self._rank]
-            self._left -= 1
-            if batch.ends_wave and self._files is None:
-                break
-        # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
+        # Before the first forward, the same on every rank: one that fails in a forward lets go of its parameters.
+        is_apart = self._plan.generate_kwargs is None and is_kept_gathered(module)
         try:
+            for _ in range(min(num_steps, left)):
+                batch = self._step(module, is_apart=is_apart)
+                if batch is None:
+                    break
+                num_rows += batch.counts[self._rank]
+                self._left -= 1
+                if batch.ends_wave and self._files is None:
+                    break
+            # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
             with agreeing():
                 self._raise_kept()
         except Exception:
-            reshard(module)  # all let go of what a rank that failed in a forward has let go of
+            reset(module)  # on all ranks, as on one that failed in a forward
             raise
         if self.is_over and self._files is not None:
             from_rank_0(partial(self._files.check_complete, self.parts))
@@ -292,17 +294,21 @@ class Prediction:
             "weights": weights,
         }
 
-    def _step(self, module: nn.Module) -> PartBatch | None:
-        """Process one batch; collective, unless the parameters are gathered and the columns known.
+    def _step(self, module: nn.Module, *, is_apart: bool) -> PartBatch | None:
+        """Process one batch; collective, unless the ranks run apart and the columns are known.
+
+        Args:
+            module: The root module.
+            is_apart: True if no rank waits for another in a forward.
 
         Returns:
-            The rows; `None` if this rank has an error, and the others may go on.
+            The rows; `None` if this rank has an error, and waits in `steps` for the others, which may go on.
         """
-        # No rank waits for another in such a forward. One with an error waits for the others in `steps`.
-        is_apart = self._plan.generate_kwargs is None and is_kept_gathered(module)
         is_first = self._schema is None
         if is_apart and not is_first:
             table = self._or_kept(lambda: self._processed(module, self._next()))
+            if self._error is not None:
+                return None
         else:
             # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
             (passes,) = agreed_passes(self._next)
@@ -314,7 +320,7 @@ class Prediction:
         assert taken is not None, "_next has set it"
         if table is not None:
             self._or_kept(lambda: self._write(taken, self._fitted(table)))
-        return None if is_apart and not is_first and self._error is not None else taken
+        return taken
 
     def _processed(self, module: nn.Module, passes: Sequence[RankBatch]) -> Any:
         """Return the table of the last rows that were taken; `None` for a dummy row, or after an error in it."""

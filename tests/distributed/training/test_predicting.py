@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import re
@@ -119,14 +120,15 @@ def test_rows_are_those_of_one_process(root: Path) -> None:
 
 
 class Refuses(nn.Module):
-    """Raises for the rows of the last rank, from the third batch on, if told to."""
+    """Raises for rows from one on."""
 
-    def __init__(self, *, raises: bool) -> None:
+    def __init__(self, first: float) -> None:
         super().__init__()
-        self.layer, self.raises = nn.Linear(1, 1), raises
+        torch.manual_seed(0)
+        self.layer, self.first = nn.Linear(1, 1), first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.raises and int(x.max()) >= 44:
+        if int(x.max()) >= self.first:
             raise RuntimeError("no such row")
         return self.layer(x)
 
@@ -150,16 +152,25 @@ def raises_at_once(outputs: Any, batch: Any) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_ranks_with_all_parameters_do_not_wait_for_each_other(root: Path) -> None:
-    """Forwards and files cost no collective; what one rank raises ends all of them, and none keeps its parameters."""
+    """Forwards and files cost no collective; what one rank raises ends all of them, and leaves all alike.
+
+    In the third batch, in the first one, and in the first one of a run that goes on, which knows its columns.
+    """
     rows = SequenceRows([{"x": [float(number)]} for number in range(64)])
     assert dist.group.WORLD is not None, "run_ranks makes it"
-    cases: dict[str, dict[str, Any]] = {"good": {}, "model": {}, "collate": {"collate_fn": reads_badly}}
-    for name, options in {**cases, "fn": {"fn": raises_late}, "fn at once": {"fn": raises_at_once}}.items():
-        module = shard_module(Refuses(raises=name == "model"), init_mesh("cpu"))
+    cases: dict[str, dict[str, Any]] = {"good": {}, "model": {}, "model at once": {}}
+    cases |= {"collate": {"collate_fn": reads_badly}, "fn": {"fn": raises_late}, "fn at once": {"fn": raises_at_once}}
+    cases |= {"parts": {"collate_fn": reads_badly, "rows_per_file": 8}}
+    for name, options in {**cases, "parts at once": {**cases["parts"], "resume": True}}.items():
+        first = {"model": 44, "model at once": 32}.get(name, math.inf)
+        module = shard_module(Refuses(first), init_mesh("cpu"))
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         keep_gathered(module)
-        plan = PredictPlan(rows, batch_size=8, rows_per_file=32, output=str(root / name), **options)
+        output = str(root / name.removesuffix(" at once" * (name == "parts at once")))
+        plan = PredictPlan(rows, batch_size=8, output=output, **{"rows_per_file": 32, **options})
         prediction = Prediction(plan, torch.device("cpu"), module=module)
-        if name != "fn at once":
+        if not name.endswith("at once"):
             prediction.steps(module, 1)
         if name == "good":
             count, *_ = collective_counters(dist.group.WORLD)
@@ -168,9 +179,11 @@ def test_ranks_with_all_parameters_do_not_wait_for_each_other(root: Path) -> Non
             assert count() - before == 1, "one agreement for six forwards"
         else:
             with pytest.raises(Exception, match="no such row") as raised:
-                prediction.steps(module, 6)
+                # No further: rank 0 would come to such rows, too.
+                prediction.steps(module, {"parts": 5, "parts at once": 1}.get(name, 6))
             assert ("(on rank 1)" in str(raised.value)) == (dist.get_rank() == 0), name
             assert not is_kept_gathered(module), name
+            assert all(parameter.grad is None for parameter in module.parameters()), name
         prediction.close()
 
 
