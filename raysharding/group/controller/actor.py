@@ -101,7 +101,7 @@ class GroupController:
         self._drivers = Drivers(identity.title, self._on_lost_driver)
         self._saves = BackgroundSaves(self._on_committed, self._bump)
         self._metrics = CallMetrics(identity.title)
-        self._queue = CallQueue(identity.title, self._drivers, self._status, self._run)
+        self._queue = CallQueue(identity.title, self._drivers, self._status, self._run, self._snapshot)
         self._ranks: Ranks | None = None
         self._starting: asyncio.Task[Any] | None = None
         # `_resets_next`: some ranks have reset their modules after the last call and others have not; the next call

@@ -21,7 +21,7 @@ from raysharding.group.controller.drivers import Driver, Drivers
 from raysharding.group.controller.members import start
 from raysharding.group.controller.running_call import RunningCall
 from raysharding.group.controller.state import GroupStatus
-from raysharding.group.messages import Item, Joint, Outcome, Submission, closed, decoded, encoded
+from raysharding.group.messages import Item, Joint, Outcome, Snapshot, Submission, closed, decoded, encoded
 
 
 def _future() -> asyncio.Future[Outcome]:
@@ -57,7 +57,12 @@ class CallQueue:
     """The calls of one group. They run one at a time, in the order in which they were accepted."""
 
     def __init__(
-        self, name: str, drivers: Drivers, status: GroupStatus, run_call: Callable[[QueuedCall], Awaitable[None]]
+        self,
+        name: str,
+        drivers: Drivers,
+        status: GroupStatus,
+        run_call: Callable[[QueuedCall], Awaitable[None]],
+        snapshot: Callable[[], Snapshot],
     ) -> None:
         """Begin without calls.
 
@@ -66,6 +71,7 @@ class CallQueue:
             drivers: The group's drivers.
             status: The group's state.
             run_call: Runs one call on the ranks, and ends it; must not raise.
+            snapshot: Returns the group's snapshot, for the driver of a call that is refused for the group's state.
         """
         self.current: QueuedCall | None = None
         """The call that the ranks run."""
@@ -73,6 +79,7 @@ class CallQueue:
         self._drivers = drivers
         self._status = status
         self._run_call = run_call
+        self._snapshot = snapshot
         self._known: dict[tuple[str, int | str], QueuedCall] = {}
         """(driver, number or key of a pair) → its call, until the driver has got its outcome."""
         self._pairs: dict[str, CopyPair] = {}
@@ -235,7 +242,7 @@ class CallQueue:
         if not self._drivers.has(driver):
             return Outcome(error=closed(self._name))
         if (refused := self._status.refusal(driver.key if submission.makes else "")) is not None:
-            return Outcome(error=refused)
+            return Outcome(error=refused, snapshot=self._snapshot())
         changes = submission.refused_beside or submission.save is not None
         if changes and submission.generation != self._status.generation:
             return self._status.restarted()

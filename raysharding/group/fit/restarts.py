@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError, RendezvousError
+from raysharding.errors import CallCancelledError, GroupError, RendezvousError
 from raysharding.group.calls import Client
 from raysharding.group.cluster import tell
 from raysharding.group.launch import RestartReport
@@ -50,16 +49,10 @@ class Restarts:
             except CallCancelledError:
                 raise  # an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                if not self._is_broken(error) or self.number >= self.limit or not self.may_restart():
+                is_broken = self.client.state is GroupState.BROKEN
+                if not is_broken or self.number >= self.limit or not self.may_restart():
                     raise
                 lost = error
-
-    def _is_broken(self, error: Exception) -> bool:
-        if isinstance(error, GroupBrokenError) and self.client.state in (GroupState.READY, GroupState.BUSY):
-            # The controller's refusal of a call may come before the snapshot that says that a rank was lost.
-            with suppress(GroupError):
-                self.client.connection.refresh()
-        return self.client.state is GroupState.BROKEN
 
     def _restart(self, lost: Exception, resume: Callable[[RestartReport], None]) -> None:
         """Restart the group; an error that the restart raises gets a note with the reason for the restart."""

@@ -29,6 +29,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import GroupState
+from raysharding.group.calls.connection import Connection
 from tests.clock import now, wait_until
 from tests.group.conftest import make_group, rank_processes
 
@@ -278,3 +279,24 @@ def test_a_load_that_overtakes_a_save_on_the_driver_is_the_older_one(checkpoint:
 def note(call: Any, ended: list[str]) -> None:
     """Keep the name of a call when all ranks have run it."""
     call.when_done(lambda done: ended.append(done.name))
+
+
+def test_a_call_that_is_refused_tells_that_the_group_is_broken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who restarts the group after the error is not told that it is ready, however late the news come."""
+    with make_group(checkpoint, world_size=1, timeouts=QUICK) as group:
+        connection = group._client.connection
+        monkeypatch.setattr(Connection, "_on_answer", lambda *_: None)
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+        states = [group.state]
+        watch = partial(connection.ask, "watch", connection.key, -1, 0.0)
+        wait_until(lambda: watch().state is GroupState.BROKEN, 10.0, "the controller hears of the death")
+        states.append(group.state)
+        with pytest.raises(GroupBrokenError, match="died"):
+            group.forward(BATCH)
+        assert [*states, group.state] == [GroupState.READY, GroupState.READY, GroupState.BROKEN]
+        monkeypatch.undo()
+        connection.thread.call(connection._watch)
+        group.restart()
+        group.forward(BATCH)
