@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +28,12 @@ def outcome_of(check: Callable[[], object]) -> str:
     except Exception:
         return traceback.format_exc()
     return ""
+
+
+def save_alone(model: Any, path: Path) -> None:
+    """transformers saves on rank 0 of all ranks only, which may not be one of the test's."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        model.save_pretrained(path)
 
 
 _OF_ALL = (

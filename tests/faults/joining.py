@@ -12,7 +12,7 @@ from raysharding.distributed.comm.rendezvous import join_process_group, leave_pr
 HOST = "127.0.0.1"
 
 
-def join_and_sum(rank: int, number: int, addresses: Any, answers: Any) -> None:
+def join_and_sum(rank: int, number: int, addresses: Any, answers: Any, all_met: Any) -> None:
     """One rank of one of many groups: meet the other rank, add up, and say what came of it."""
     server = None
     if rank == 0:
@@ -25,4 +25,5 @@ def join_and_sum(rank: int, number: int, addresses: Any, answers: Any) -> None:
     value = torch.tensor([float(number)])
     dist.all_reduce(value)  # both ranks of the pair are here, or join_process_group has raised
     answers.put((number, rank, value.item(), address.port))
+    all_met.wait(60)  # a port that is free again may be another group's
     leave_process_group()

@@ -36,8 +36,9 @@ def test_groups_that_start_at_once_do_not_collide(num_groups: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "tests.faults.joining"])
     answers, addresses = context.Queue(), [context.Queue() for _ in range(num_groups)]
+    all_met = context.Event()
     processes = [
-        context.Process(target=join_and_sum, args=(rank, number, addresses[number], answers), daemon=True)
+        context.Process(target=join_and_sum, args=(rank, number, addresses[number], answers, all_met), daemon=True)
         for number in range(num_groups)
         for rank in range(2)
     ]
@@ -47,6 +48,7 @@ def test_groups_that_start_at_once_do_not_collide(num_groups: int) -> None:
                 process.start()
             found = [answers.get(timeout=100) for _ in processes]
         finally:
+            all_met.set()
             for process in processes:
                 process.join(10)
                 process.kill()

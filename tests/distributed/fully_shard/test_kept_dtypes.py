@@ -22,7 +22,7 @@ from raysharding.config import Loading, Sharding
 from raysharding.distributed import init_mesh, merge_fsdp_weights, shard_module, train_step
 from raysharding.distributed.fsdp import full_optim_state_dict, state_dict_type, summon_full_params
 from raysharding.models import build_module, full_precision_groups, wrap, wrap_groups
-from tests.distributed.checks import on_ranks
+from tests.distributed.checks import on_ranks, save_alone
 from tests.distributed.fully_shard.sharding_models import (
     Net,
     assert_same,
@@ -242,12 +242,6 @@ def sharded_model(group: Any = None) -> Any:
 
 def batch_of(group: Any = None) -> RankBatch:
     return deal((Split(five_rows()),), {}, dist.get_world_size(group))[dist.get_rank(group)]
-
-
-def save_alone(model: Any, path: Path) -> None:
-    """transformers saves on rank 0 of all ranks only, which may not be one of the test's."""
-    with mock.patch("torch.distributed.is_initialized", return_value=False):
-        model.save_pretrained(path)
 
 
 def require_same(module: nn.Module, twin: nn.Module) -> None:

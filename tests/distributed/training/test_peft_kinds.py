@@ -20,7 +20,7 @@ from raysharding.distributed.loading import finish
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import RayshardingError
 from raysharding.models import Adapted, build_module
-from tests.distributed.checks import on_ranks
+from tests.distributed.checks import on_ranks, save_alone
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
@@ -141,7 +141,7 @@ def test_a_rank_without_memory_for_a_layer_of_dora_is_every_ranks_error(root: Pa
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     if dist.get_rank() == 0:
-        ARCHITECTURES["llama"].make().save_pretrained(root / "dora")
+        save_alone(ARCHITECTURES["llama"].make(), root / "dora")
     dist.barrier()
     module, opened = with_dora(root / "dora", {"r": 2, "use_dora": True, "target_modules": ["q_proj"]})
     with pytest.MonkeyPatch.context() as changed:
