@@ -339,7 +339,7 @@ class _FullParams:
         # A write would fail the backward of a forward that ran before the context, which holds 0-dim parameters
         # themselves: they are written only where they changed. Of the others it holds FSDP2's full copies.
         plain = {item.name: item.sharded.clone() for item in self.params if not isinstance(item.sharded, DTensor)}
-        tensors = {item.name: plain.get(item.name, item.sharded) for item in self.params}
+        tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.params}
         if self.options.rank0_only:
             # The other ranks wait for rank 0's values, or for its error.
             agree(error)
@@ -367,9 +367,7 @@ class _FullParams:
             if name in values:
                 index = shard_index_of(tensor) if isinstance(tensor, DTensor) else 0
                 first, stop = tensor_layout(name, tensor).local_range(index)
-                local, new = local_tensor(tensor).view(-1), values[name].reshape(-1)[first:stop]
-                if not torch.equal(local, new.to(local)):  # a write counts as a change of the weights
-                    local.copy_(new)
+                local_tensor(tensor).view(-1).copy_(values[name].reshape(-1)[first:stop])
             _settle_replicas(tensor, self.device)
 
 
