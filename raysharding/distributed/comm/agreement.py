@@ -23,7 +23,7 @@ from raysharding import errors
 from raysharding.distributed.comm.current_group import current_group, get_world_size, global_ranks, rank_name
 from raysharding.distributed.comm.json_collectives import all_gather_json, any_rank, broadcast_json, metadata_device
 from raysharding.distributed.comm.waiting import to_host, wait_for
-from raysharding.errors import RayshardingError
+from raysharding.errors import RayshardingError, said
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
         try:
             json.dumps(fields)
         except TypeError:
-            fields = {"message": str(error)}
+            fields = {"message": said(error)}
         return {"type": type(error).__name__, "fields": fields}
-    return {"type": "", "fields": {"message": f"{type(error).__name__}: {error}"}}
+    return {"type": "", "fields": {"message": f"{type(error).__name__}: {said(error)}"}}
 
 
 def _rebuild(rank: str, description: dict[str, Any]) -> RayshardingError:

@@ -46,7 +46,6 @@ from raysharding.distributed.fully_shard import (
     module_mode,
     move_inputs,
     recovering,
-    reset,
     unwrapped,
     weights_fingerprint,
 )
@@ -221,9 +220,8 @@ class Prediction:
                 parameters, on every rank at the end of the call, as from `agree`.
         """
         num_rows, left, module = 0, self._left, unwrapped(module)
-        # Before the first forward, the same on every rank: one that fails in a forward lets go of its parameters.
         is_apart = self._plan.generate_kwargs is None and is_kept_gathered(module)
-        try:
+        with recovering(module):  # on all ranks, after the error of one
             for _ in range(min(num_steps, left)):
                 batch = self._step(module, is_apart=is_apart)
                 if batch is None:
@@ -235,9 +233,6 @@ class Prediction:
             # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
             with agreeing():
                 self._raise_kept()
-        except Exception:
-            reset(module)  # on all ranks, as on one that failed in a forward
-            raise
         if self.is_over and self._files is not None:
             from_rank_0(partial(self._files.check_complete, self.parts))
         return left - self._left, num_rows
@@ -400,10 +395,9 @@ class Prediction:
             made = generate(module, whole, keep=not batch.is_dummy)
             is_several = made.num_sequences > 1 and isinstance(made.value, torch.Tensor)
             return made.value.unflatten(0, (-1, made.num_sequences)) if is_several else made.value
-        with recovering(module):
-            with torch.no_grad(), module_mode(module, training=False):
-                output = call_model(module, batch.args, batch.kwargs)
-            check_execution_order(module)
+        with torch.no_grad(), module_mode(module, training=False):
+            output = call_model(module, batch.args, batch.kwargs)
+        check_execution_order(module)
         return output
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
