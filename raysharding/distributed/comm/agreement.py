@@ -59,8 +59,8 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
 
     Raises:
         Exception: On a rank with an error: `error` itself. On the other ranks: the same error with the number of the
-            first failed rank (a `RayshardingError` if `error` is not an error of this package). The attribute
-        `raysharding_raised_by` is the global rank whose error it is.
+            first failed rank (a `RayshardingError` if `error` is not an error of this package). Its
+            attribute `raysharding_agreed_from` is the global rank whose error it is.
     """
     # Every rank calls this, with an error too: the others would wait in the all-gather for a rank that raised earlier.
     outcomes = all_gather_json({"error": None if error is None else _describe(error), "value": value}, group)
@@ -70,8 +70,8 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
     source = dist.get_rank()
     if error is None:
         error, source = _rebuild(rank_name(failed, group), outcomes[failed]["error"]), global_ranks(group)[failed]
-    if getattr(error, "raysharding_raised_by", None) is None:  # else it is a copy, by an earlier agreement
-        error.raysharding_raised_by = source  # type: ignore[attr-defined]
+    if getattr(error, "raysharding_agreed_from", None) is None:  # else it is a copy, by an earlier agreement
+        error.raysharding_agreed_from = source  # type: ignore[attr-defined]
     raise error
 
 

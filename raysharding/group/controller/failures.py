@@ -31,7 +31,7 @@ def rank_raised(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
     plain = _plain(info, "raised", raised.phase, raised.message)
     failure = replace(plain, error_type=raised.error_type, traceback=raised.traceback, tensor=raised.tensor)
-    return Observed(failure, raised, follows=raised.is_connection or raised.raised_by not in (None, info.rank))
+    return Observed(failure, raised, follows=raised.is_connection or raised.agreed_from not in (None, info.rank))
 
 
 def rank_died(info: RankInfo, phase: str, error: BaseException, *, is_made: bool = True) -> Observed:
@@ -89,7 +89,7 @@ def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
 
 def all_agreed(seen: Sequence[Observed], world_size: int) -> bool:
     """Return True if all ranks agreed to raise, whatever each of them raised, and can run later calls."""
-    are_agreed = all(one.raised is not None and one.raised.raised_by is not None for one in seen)
+    are_agreed = all(one.raised is not None and one.raised.agreed_from is not None for one in seen)
     return len(seen) == world_size and all_recovered(seen) and are_agreed
 
 

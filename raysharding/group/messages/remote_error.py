@@ -54,7 +54,7 @@ class RemoteError:
     """True if torch.distributed said so: the process group is gone. A `ConnectionError` may be from anywhere."""
     recovered: bool
     """True if the module is right for later calls, provided that every rank raised alike."""
-    raised_by: int | None
+    agreed_from: int | None
     """The rank whose error this is, if all ranks have agreed to raise; `None` if they have not."""
     phase: str
     """What the rank was doing."""
@@ -96,7 +96,7 @@ def record_exception(
         is_connection=is_connection_error(error),
         lost_peers=has_lost_peers(error),
         recovered=recovered,
-        raised_by=getattr(error, "raysharding_raised_by", None),
+        agreed_from=getattr(error, "raysharding_agreed_from", None),
         phase=phase,
         tensor=tensor,
         pickled=_pickle_exception(error),

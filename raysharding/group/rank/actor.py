@@ -287,12 +287,12 @@ def _is_rays_own(frame: FrameType) -> bool:
 
 
 def _pack_output(value: Any, command: Command) -> Packed | AsValue | None:
-    from raysharding.batch import RankOutput
-
     if value is None and command.output == "value":
         return None
-    if command.output == "ref" and isinstance(value, RankOutput) and command.method != "call":
-        value = value.value
+    if command.output == "ref" and command.method != "call":
+        from raysharding.batch import RankOutput  # imports torch
+
+        value = value.value if isinstance(value, RankOutput) else value
     packed = pack(value, f"the result of {command.method}")
     cap = command.max_output_bytes
     if cap is not None and packed.num_bytes > cap:

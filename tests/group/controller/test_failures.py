@@ -105,7 +105,9 @@ def test_alike_means_every_rank_the_same_type_on_its_own_account_and_repaired() 
     assert not all_alike([alike[0], spoilt], 2)
     for lost in (GLOO, *NCCL):  # all ranks lost their peers: the process group is gone
         assert not all_alike([raises(rank, lost) for rank in range(2)], 2)
-    agreed = [replace(one, raised_by=1) for one in (raised(RayshardingError("KeyError: row")), raised(KeyError("row")))]
+    agreed = [
+        replace(one, agreed_from=1) for one in (raised(RayshardingError("KeyError: row")), raised(KeyError("row")))
+    ]
     seen = [rank_raised(info(rank), one) for rank, one in enumerate(agreed)]
     assert all_agreed(seen, 2)
     assert not all_agreed(seen[:1], 2)
