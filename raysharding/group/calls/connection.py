@@ -20,7 +20,7 @@ from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, R
 from raysharding.group.calls.call import Call
 from raysharding.group.calls.callback_thread import CallbackThread, run_logged
 from raysharding.group.calls.pending_saves import PendingSaves
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, is_dead, ray_session, tell
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, ray_session, tell
 from raysharding.group.messages import (
     Attached,
     GroupState,
@@ -38,7 +38,6 @@ _SILENT_S = 10.0
 _LEAST_SILENT_S = 3.0
 _ANSWER_S = 30.0
 _KILL_S = 3.0
-_RETRY_S = 0.2
 _STALL_S = 3.0
 
 
@@ -114,16 +113,7 @@ class Connection:
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        until = time.monotonic() + within_s
-        while True:
-            try:
-                return self.finish_attach(self.begin_attach(makes=makes), within_s=until - time.monotonic())
-            except GroupError as error:
-                # Ray is starting a controller that has died anew.
-                is_restarting = isinstance(error.__context__, ray.exceptions.ActorUnavailableError)
-                if not is_restarting or time.monotonic() + _RETRY_S > until:
-                    raise
-            time.sleep(_RETRY_S)
+        return self.finish_attach(self.begin_attach(makes=makes), within_s=within_s)
 
     def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
         """Ask the controller to add this driver; `finish_attach` returns what it answers."""
@@ -393,24 +383,15 @@ class Connection:
 
     def _reconnect(self, error: GroupError) -> None:
         try:
-            attached = self._attach_again()
+            attached = self.attach()
+        except Exception:  # noqa: BLE001 - there is none, and Ray Client raises what it likes: calls raise the loss
+            return
         finally:
             self._connected.set()
-        if attached is not None and attached.spec is not None:  # else it was lost before the group was READY
+        if attached.spec is not None:  # else it was lost before the group was READY
             self._lost = None
             if attached.snapshot.state is GroupState.BROKEN:
                 self.take(replace(attached.snapshot, cause=error))
-
-    def _attach_again(self) -> Attached | None:
-        """Attach to the next controller; return `None` if there is none: the group stays BROKEN by the loss."""
-        until = time.monotonic() + _ANSWER_S
-        while True:
-            try:
-                return self.attach()
-            except Exception:  # noqa: BLE001 - Ray Client raises what it likes; calls raise the loss
-                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
-                    return None
-            time.sleep(_RETRY_S)
 
     def _lose(self, error: GroupError) -> None:
         self._lost = error

@@ -3,6 +3,10 @@
 One controller is one group: name → controller → placement group and ranks. Drivers come and go. It imports no torch, so
 that it starts in a second; tensors do not pass through it. Nothing on its event loop blocks: what waits for Ray (kills,
 placement, the internal KV) runs in threads.
+
+Note [First calls]: Ray fails the first call of a healthy actor (`ActorUnavailableError`, connection refused) where its
+process has the port of one that died, and the caller's gRPC still waits to connect to that one. Ray itself repeats the
+calls that a driver sends to a controller, and a controller to a rank, before any reply. They may run twice.
 """
 
 from __future__ import annotations
@@ -119,6 +123,7 @@ class GroupController:
             timer.daemon = True
             timer.start()
 
+    @ray.method(max_task_retries=-1)
     async def attach(
         self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None, *, makes: bool
     ) -> Attached:
@@ -139,6 +144,7 @@ class GroupController:
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         return Attached(self._snapshot(), self._record.spec, self._record.loaded, where)
 
+    @ray.method(max_task_retries=-1)
     async def until_gone(self, driver: str) -> None:
         """Run until a driver is gone; it owns the result, so that Ray reports the end of its process."""
         await self._drivers.until_gone(driver)
@@ -160,6 +166,7 @@ class GroupController:
                 await asyncio.wait_for(changed.wait(), wait_s)
         return self._snapshot()
 
+    @ray.method(max_task_retries=-1)
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
         self._open()  # it may arrive before `attach`, or after a `shutdown` that was sent later
@@ -338,6 +345,7 @@ class GroupController:
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)
+        self._drivers.end_waits()  # before the reply, at which the driver kills this actor
         await asyncio.wait([start(asyncio.to_thread(remove_placement_groups, self._identity.key))], timeout=_END_S)
         await self._record.delete()
         start(self._exit())

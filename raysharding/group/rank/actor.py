@@ -138,7 +138,7 @@ class RankActor:
         """
         self._fetched[number] = fields
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control", max_task_retries=-1)  # Note [First calls] in controller/actor.py
     def probe(self, paths: Sequence[str]) -> ActorInfo:
         """Return where this actor runs and whether it sees these files of a checkpoint; URIs are seen everywhere."""
         from raysharding.checkpoint.storage import is_remote
