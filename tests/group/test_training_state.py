@@ -125,10 +125,10 @@ def summed() -> Callable[[], tuple[tuple[int, ...], float]]:
         from raysharding.distributed import summon_full_params
 
         module = current_worker().module
-        with summon_full_params(module):
+        with torch.no_grad(), summon_full_params(module):
             weight = module.get_parameter("0.weight")
-            found = tuple(weight.shape), float(weight.detach().sum())
-            weight.data.fill_(2.0)
+            found = tuple(weight.shape), float(weight.sum())
+            weight.fill_(2.0)
         return found
 
     return look
@@ -137,7 +137,16 @@ def summed() -> Callable[[], tuple[tuple[int, ...], float]]:
 def test_full_parameters_inside_a_call(fresh: ShardedModelGroup, checkpoint: Path) -> None:
     fresh.load(checkpoint)
     expected = load_file(checkpoint)["0.weight"]
+
+    def weights_version() -> int | None:
+        call = fresh.forward.remote(torch.ones(1, 8))
+        call.result()
+        return call.weights_version
+
+    before = weights_version()
+    assert before is not None
     for shape, total in fresh.call(summed()):
         assert shape == (16, 8)
         assert total == pytest.approx(expected.sum().item(), abs=1e-4)
     assert torch.equal(fresh.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))
+    assert weights_version() == before + 1

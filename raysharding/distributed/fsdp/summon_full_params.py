@@ -192,6 +192,13 @@ class _Param:
     """Parameter that is registered outside of the context: a DTensor, or one that FSDP2 does not shard."""
     full: nn.Parameter | None = None
     """Full shape; `None` on a rank that gets none."""
+    version: int = 0
+    """torch's count of the writes to `full` when it was gathered."""
+
+    @property
+    def is_written(self) -> bool:
+        """True if the body has written to the full parameter or replaced it; torch does not count writes to `.data`."""
+        return self.full is not None and (self.value() is not self.full or self.full._version != self.version)
 
     def register(self, parameter: nn.Parameter) -> None:
         for owner, leaf in self.places:
@@ -305,6 +312,7 @@ class _FullParams:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
                 item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
+                item.version = item.full._version
 
     def gather_grads(self, present: Container[str]) -> None:
         """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
@@ -321,29 +329,35 @@ class _FullParams:
         """Register the shards again and write back; collective if ranks exchange data."""
         error: RuntimeError | None = None
         values: dict[str, torch.Tensor] = {}
+        is_written = False
         for item in self.params:
             if item.full is not None:
                 try:
                     if self.options.writeback:
                         values[item.name] = item.value().detach()
+                        is_written |= item.is_written
                 except RuntimeError as failure:
                     error = error or failure
                 item.register(item.sharded)
         if self.options.writeback and self.params:
-            self._write_back(values, error)
+            self._write_back(values, error, is_written=is_written)
         if error is not None:
             raise error
 
     @torch.no_grad()
-    def _write_back(self, values: Mapping[str, torch.Tensor], error: RuntimeError | None) -> None:
+    def _write_back(self, values: Mapping[str, torch.Tensor], error: RuntimeError | None, *, is_written: bool) -> None:
         # A write would fail the backward of a forward that ran before the context, which holds 0-dim parameters
         # themselves: they are written only where they changed. Of the others it holds FSDP2's full copies.
         plain = {item.name: item.sharded.clone() for item in self.params if not isinstance(item.sharded, DTensor)}
         tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.params}
         if self.options.rank0_only:
             # The other ranks wait for rank 0's values, or for its error.
-            agree(error)
+            is_written = agree(error, is_written)[0]
         self._spread(values, tensors)
+        shards = [local_tensor(item.sharded) for item in self.params if item.name not in plain]
+        if is_written and shards:
+            # One count for all parameters: also for a rank of whose rows none has changed.
+            torch.autograd.graph.increment_version(shards[0])
         for item in self.params:
             if item.name in plain and not torch.equal(plain[item.name], item.sharded):
                 item.sharded.copy_(plain[item.name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from importlib import import_module
@@ -23,6 +23,7 @@ from raysharding.config import Sharding
 from raysharding.distributed import init_mesh, shard_module, state_dict_type, summon_full_params
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.fully_shard.layout import local_tensor
+from raysharding.worker.changes import version
 from tests.distributed import models
 from tests.distributed.checks import on_ranks
 from tests.distributed.fully_shard.sharding_models import (
@@ -167,6 +168,33 @@ def test_gradients() -> None:
         assert torch.equal(large.flatten(), torch.arange(float(large.numel())))
     with pytest.raises(NotImplementedError), summon_theirs(oracle, with_grads=True, offload_to_cpu=True):
         pass
+
+
+@on_ranks(2)
+def test_what_the_body_writes_counts_as_a_change_on_every_rank() -> None:
+    """By which a group knows whether files hold its weights."""
+    module = shard_module(nn.Linear(4, 4), init_mesh("cpu"))
+
+    def replace() -> None:
+        module.weight = nn.Parameter(torch.zeros(4, 4))
+
+    bodies: list[tuple[bool, bool, Callable[[], object]]] = [
+        (False, False, lambda: module.weight.sum()),
+        (False, True, lambda: module.weight.fill_(1.0)),
+        (False, True, lambda: module.weight[3].fill_(2.0)),  # a row of rank 1
+        (False, True, replace),
+        (True, False, lambda: module.weight.sum() if rank() == 0 else None),
+        (True, True, lambda: module.weight.fill_(3.0) if rank() == 0 else None),
+    ]
+    expected = [is_written for _, is_written, _ in bodies]
+    versions = [version(module, None)]
+    for rank0_only, _, body in bodies:
+        with torch.no_grad(), summon_full_params(module, rank0_only=rank0_only):
+            body()
+        versions.append(version(module, None))
+    assert [one != other for one, other in itertools.pairwise(versions)] == expected
+    rs.fsdp.apply(module, lambda one: nn.init.ones_(one.get_parameter("weight")))
+    assert version(module, None) != versions[-1]
 
 
 @on_ranks(3)
