@@ -175,22 +175,20 @@ def test_what_the_body_writes_counts_as_a_change_on_every_rank() -> None:
     """By which a group knows whether files hold its weights."""
     module = shard_module(nn.Linear(4, 4), init_mesh("cpu"))
 
-    def replace() -> None:
-        module.weight = nn.Parameter(torch.zeros(4, 4))
-
-    bodies: list[tuple[bool, bool, Callable[[], object]]] = [
-        (False, False, lambda: module.weight.sum()),
-        (False, True, lambda: module.weight.fill_(1.0)),
-        (False, True, lambda: module.weight[3].fill_(2.0)),  # a row of rank 1
-        (False, True, replace),
-        (True, False, lambda: module.weight.sum() if rank() == 0 else None),
-        (True, True, lambda: module.weight.fill_(3.0) if rank() == 0 else None),
+    bodies: list[tuple[bool, bool, Callable[[torch.Tensor], object]]] = [
+        (False, False, lambda weight: weight.sum()),
+        (False, True, lambda weight: weight.fill_(1.0)),
+        (False, True, lambda weight: weight[3].fill_(2.0)),  # a row of rank 1
+        (False, True, lambda weight: setattr(module, "weight", nn.Parameter(weight + 1.0))),
+        (True, False, lambda weight: weight.sum()),
+        (True, True, lambda weight: weight.fill_(3.0)),
     ]
     expected = [is_written for _, is_written, _ in bodies]
     versions = [version(module, None)]
     for rank0_only, _, body in bodies:
         with torch.no_grad(), summon_full_params(module, rank0_only=rank0_only):
-            body()
+            if rank() == 0 or not rank0_only:
+                body(module.get_parameter("weight"))
         versions.append(version(module, None))
     assert [one != other for one, other in itertools.pairwise(versions)] == expected
     rs.fsdp.apply(module, lambda one: nn.init.ones_(one.get_parameter("weight")))
