@@ -43,7 +43,7 @@ GROUPS = ("head", "ranks", "ranks")
 
 
 class Cluster:
-    """The RayJob's cluster: a head, two workers, and a host for the submitter and the notebook."""
+    """The RayJob's cluster: a head, two workers, a host for submitter and notebook, and one for the next notebook."""
 
     def __init__(self, hosts: Hosts, pods: Pods, logs: Path) -> None:
         self.hosts, self.pods, self.logs = hosts, pods, logs
@@ -116,12 +116,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     job = folder / "job"
     job.mkdir()
     (job / "train.py").write_text((FOLDER.parents[1] / "examples" / "train.py").read_text())
-    with Hosts(4) as hosts, Pods(folder / "volumes", {"raysharding-token": token}, {"train": job}) as pods:
+    with Hosts(5) as hosts, Pods(folder / "volumes", {"raysharding-token": token}, {"train": job}) as pods:
         make_data(pods.claims["raysharding-data"])
         cluster = Cluster(hosts, pods, folder)
         for index, group in enumerate(GROUPS):
             pods.mount(hosts[index], cluster.templates[group], cluster.names)
-        pods.mount(hosts[3], one("notebook.yaml", "Pod")["spec"], cluster.names)
+        for host in list(hosts)[3:]:
+            pods.mount(host, one("notebook.yaml", "Pod")["spec"], cluster.names)
         for index in range(len(GROUPS)):  # not all at once, unlike KubeRay: the machine has two cores
             cluster.start(index)
             cluster.wait_until_ready(index)
@@ -157,7 +158,7 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     out = cluster.pods.claims["raysharding-data"] / "out"
     submitter = cluster.submit(log := tmp_path / "first.log")
     wait_until(lambda: steps_saved(out), "the job's first save", 200, log, submitter)
-    assert [len(rank_pids(host)) for host in cluster.hosts] == [0, 1, 1, 0]
+    assert [len(rank_pids(host)) for host in cluster.hosts] == [0, 1, 1, 0, 0]
     for index in range(len(GROUPS)):
         assert "object store is using /tmp" not in cluster.log(index).read_text(), "it fits into /dev/shm"
     os.kill(cluster.first_process(1), signal.SIGTERM)
@@ -188,7 +189,9 @@ def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cl
     folder = cluster.pods.claims["raysharding-cache"] / "bin"
     folder.mkdir()
     said = ""
-    for kernel in (first + LOSS + "os._exit(0)\n", second + LOSS + "group.shutdown()\n"):
+    kernels = (first + LOSS + "os._exit(0)\n", second + LOSS + "group.shutdown()\n")
+    # The next pod has another address; for some seconds Ray would take it for the one that is gone.
+    for host, kernel in zip(list(cluster.hosts)[3:], kernels, strict=True):
         cell = f"{sys.executable} - <<'END'\n{kernel}END\n"  # where Jupyter would run it
         (folder / "jupyter").write_text(f"#!/bin/sh\nset -e\necho jupyter $*\n{cell}")
         (folder / "jupyter").chmod(0o755)
@@ -197,10 +200,10 @@ def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cl
         path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "300"}
         with (log := tmp_path / "notebook.log").open("wb") as output:
             command = [*container["command"], *container["args"]]
-            process = cluster.pods.popen(cluster.hosts[3], pod, command, path, stdout=output, stderr=output)
+            process = cluster.pods.popen(host, pod, command, path, stdout=output, stderr=output)
         assert process.wait(timeout=200) == 0, log.read_text()
         said += log.read_text()
-        cluster.hosts[3].kill()  # the pod goes, not only its kernel
+        host.kill()  # the pod goes, not only its kernel
     assert "jupyter lab --ip=0.0.0.0 --port=8888 --no-browser" in said
     made, attached = re.findall(r"^loss (\S+)$", said, re.MULTILINE)
     assert made == attached
