@@ -20,7 +20,7 @@ from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, R
 from raysharding.group.calls.call import Call
 from raysharding.group.calls.callback_thread import CallbackThread, run_logged
 from raysharding.group.calls.pending_saves import PendingSaves
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, ray_session, tell
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, is_dead, ray_session, tell
 from raysharding.group.messages import (
     Attached,
     GroupState,
@@ -38,6 +38,7 @@ _SILENT_S = 10.0
 _LEAST_SILENT_S = 3.0
 _ANSWER_S = 30.0
 _KILL_S = 3.0
+_RETRY_S = 0.2
 _STALL_S = 3.0
 
 
@@ -113,21 +114,15 @@ class Connection:
         Raises:
             GroupError: The controller is gone, or does not answer.
         """
-        return self.finish_attach(self.begin_attach(makes=makes), within_s=within_s)
-
-    def begin_attach(self, *, makes: bool) -> ray.ObjectRef:
-        """Ask the controller to add this driver; `finish_attach` returns what it answers."""
+        until = time.monotonic() + within_s
+        self.finish(self.request("ping"), within_s=within_s)
         label = f"the driver on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         registration = Registration(secrets.token_hex(8))
         owned = [self.request("until_gone", registration.key)]
         arguments = registration.key, label, owned, self.key or None
         attaching = self.request("attach", *arguments, makes=makes)
         self.registration = registration  # once `attach` is sent: calls follow it
-        return attaching
-
-    def finish_attach(self, attaching: ray.ObjectRef, *, within_s: float) -> Attached:
-        """Wait until this driver is connected. Raises as `attach`."""
-        attached: Attached = self.finish(attaching, within_s=within_s)
+        attached: Attached = self.finish(attaching, within_s=max(0.0, until - time.monotonic()))
         self.where = attached.where
         self.generation = self.generation or attached.snapshot.generation
         self._last_note = max((number for number, _ in attached.snapshot.notes), default=0)
@@ -383,15 +378,24 @@ class Connection:
 
     def _reconnect(self, error: GroupError) -> None:
         try:
-            attached = self.attach()
-        except Exception:  # noqa: BLE001 - there is none, and Ray Client raises what it likes: calls raise the loss
-            return
+            attached = self._attach_again()
         finally:
             self._connected.set()
-        if attached.spec is not None:  # else it was lost before the group was READY
+        if attached is not None and attached.spec is not None:  # else it was lost before the group was READY
             self._lost = None
             if attached.snapshot.state is GroupState.BROKEN:
                 self.take(replace(attached.snapshot, cause=error))
+
+    def _attach_again(self) -> Attached | None:
+        """Attach to the next controller; return `None` if there is none: the group stays BROKEN by the loss."""
+        until = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                return self.attach()
+            except Exception:  # noqa: BLE001 - Ray Client raises what it likes; calls raise the loss
+                if time.monotonic() > until or not self.has_ray() or is_dead(self.controller):
+                    return None
+            time.sleep(_RETRY_S)
 
     def _lose(self, error: GroupError) -> None:
         self._lost = error

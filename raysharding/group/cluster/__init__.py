@@ -46,6 +46,7 @@ from raysharding.group.cluster.ray_internals import (
     dashboard_url,
     delete_record,
     delete_records_of_dead_jobs,
+    is_dead,
     is_in_session,
     is_worker,
     name_log_lines,

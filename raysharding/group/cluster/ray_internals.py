@@ -206,6 +206,12 @@ def was_restarted() -> bool:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
+@client_mode_wrap
+def is_dead(handle: Any) -> bool:
+    """Return True if an actor has ended for good; not if Ray restarts it."""
+    return bool(state.actors(actor_id=handle._actor_id.hex()).get("State") == "DEAD")
+
+
 def actor_id(handle: Any) -> str:
     """Return the id of an actor."""
     return str(handle._actor_id.hex())

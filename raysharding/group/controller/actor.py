@@ -5,8 +5,8 @@ that it starts in a second; tensors do not pass through it. Nothing on its event
 placement, the internal KV) runs in threads.
 
 Note [First calls]: Ray fails the first call of a healthy actor (`ActorUnavailableError`, connection refused) where its
-process has the port of one that died, and the caller's gRPC still waits to connect to that one. Ray itself repeats the
-calls that a driver sends to a controller, and a controller to a rank, before any reply. They may run twice.
+process has the port of one that died, and the caller's gRPC waits a second before it connects there anew. Ray repeats
+`ping`, the first call of a driver to a controller, and `probe`, the first of a controller to a rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
 _ATTACH_S = 5.0
-"""Longest time from the start of a controller to its driver's `attach`, which Ray sends at once."""
+"""Longest time from the start of a controller to its driver's `attach`."""
+_PING_RETRIES = 10
+"""Each takes a second or more, also while Ray starts the actor anew; not without end: Ray prints a line of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,10 @@ class GroupController:
             timer.daemon = True
             timer.start()
 
-    @ray.method(max_task_retries=-1)
+    @ray.method(max_task_retries=_PING_RETRIES)
+    async def ping(self) -> None:
+        """Answer: the process has started, and is connected to the caller (Note [First calls])."""
+
     async def attach(
         self, driver: str, label: str, owned: Sequence[ray.ObjectRef], before: str | None, *, makes: bool
     ) -> Attached:
@@ -144,7 +149,6 @@ class GroupController:
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         return Attached(self._snapshot(), self._record.spec, self._record.loaded, where)
 
-    @ray.method(max_task_retries=-1)
     async def until_gone(self, driver: str) -> None:
         """Run until a driver is gone; it owns the result, so that Ray reports the end of its process."""
         await self._drivers.until_gone(driver)
@@ -166,7 +170,6 @@ class GroupController:
                 await asyncio.wait_for(changed.wait(), wait_s)
         return self._snapshot()
 
-    @ray.method(max_task_retries=-1)
     async def start_ranks(self, driver: str, plan: StartPlan) -> Started:
         """Reserve the ranks' resources and start their processes; the driver's calls then make the group."""
         self._open()  # it may arrive before `attach`, or after a `shutdown` that was sent later
@@ -345,7 +348,6 @@ class GroupController:
         if self._ranks is not None:
             await self._ranks.stop()
         self._metrics.export(self._status.state)
-        self._drivers.end_waits()  # before the reply, at which the driver kills this actor
         await asyncio.wait([start(asyncio.to_thread(remove_placement_groups, self._identity.key))], timeout=_END_S)
         await self._record.delete()
         start(self._exit())

@@ -123,11 +123,6 @@ class Drivers:
         """Wait until a driver has detached; it need not be known yet."""
         await self._gone.setdefault(key, asyncio.Event()).wait()
 
-    def end_waits(self) -> None:
-        """End all calls of `until_gone`: of one that its actor's end cuts off Ray prints that it will be repeated."""
-        for gone in self._gone.values():
-            gone.set()
-
     async def turn(self, driver: Driver, number: int) -> bool:
         """Wait until all calls of a driver before this one have arrived; return False if the driver is gone."""
         if number > driver.next_number:

@@ -103,13 +103,13 @@ def launch(options: Mapping[str, Any]) -> RunningGroup:
         controller = start_controller(spec, replace=options["replace"])
         client = Client(controller, spec.title, spec.timeouts, spec.max_output_bytes)
         try:
-            attaching = client.connection.begin_attach(makes=True)
+            client.connection.attach(within_s=spec.timeouts.start_s, makes=True)
+            clock.end("controller")
 
             def meanwhile() -> None:
                 if not is_checked:
                     check_fit(opened, spec.sharding, spec.loading)
-                client.connection.finish_attach(attaching, within_s=spec.timeouts.start_s)
-                clock.end("controller" if is_checked else "controller, model checked")
+                    clock.end("model checked")
 
             with client.making():
                 return make(client, spec, opened, clock, meanwhile)
