@@ -29,7 +29,8 @@ from raysharding.checkpoint import FileReader
 from raysharding.config import Loading, Sharding
 from raysharding.distributed import init_mesh, shard_module, train_step
 from raysharding.distributed.comm import waits_for_others
-from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor
+from raysharding.distributed.comm.device import current_device
+from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor, reshard
 from raysharding.distributed.loading import load as streams
 from raysharding.distributed.training import Accumulation, forward_backward, generate, optim_step
 from raysharding.distributed.transfer import sources
@@ -377,12 +378,13 @@ class Hang:
         thread.join()
 
     def _look(self) -> None:
+        device = current_device(device_type())
         while not self.sign.exists():
             time.sleep(0.01)
         time.sleep(HANG_S / 3)
         until = time.monotonic() + HANG_S / 3
         while time.monotonic() < until:
-            self.looks.append(waits_for_others(sys._current_frames()[self._waits]))
+            self.looks.append(waits_for_others(sys._current_frames()[self._waits], device))
             time.sleep(0.01)
 
 
@@ -396,6 +398,21 @@ def step(hang: Hang, root: Path, num_steps: int) -> None:
     module.get_submodule("2").register_forward_pre_hook(hang.strike)
     with hang.watched():
         train_step(module, optimizer, batch, loss=mean_square)
+
+
+def read_on_host(hang: Hang, root: Path) -> None:
+    """The model reads a value, in a forward to which rank 1 does not come."""
+
+    def read(_block: nn.Module, _args: object, output: torch.Tensor) -> None:
+        output.sum().item()
+
+    module, rows = sharded(make_model()), torch.ones(4, 64, device=device_type())
+    module(rows)
+    reshard(module)
+    module.get_submodule("2").register_forward_hook(read)
+    with hang.watched():
+        hang.strike()
+        module(rows)
 
 
 def hang_in_update(hang: Hang, root: Path) -> None:
@@ -433,6 +450,7 @@ def hang_in_save(hang: Hang, root: Path) -> None:
 HANGS: dict[str, Callable[[Hang, Path], None]] = {
     "first step": partial(step, num_steps=0),
     "step": partial(step, num_steps=1),
+    "read on the host": read_on_host,
     "update": hang_in_update,
     "load": partial(load, loading=Loading("scatter", bucket_bytes=4096, shared_memory=False)),
     "short load": partial(load, loading=Loading("scatter", bucket_bytes=1 << 15, shared_memory=False)),

@@ -217,7 +217,7 @@ class RankActor:
         for ident, frame in frames.items():
             if ident not in self._control_threads and not _is_rays_own(frame):
                 parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
-        return Stacks("\n".join(parts), work is not None and waits_for_others(work))
+        return Stacks("\n".join(parts), work is not None and waits_for_others(work, self._commands.device))
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:

@@ -298,6 +298,11 @@ class RankCommands:
         return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status()
 
     @property
+    def device(self) -> torch.device:
+        """Device of the rank; the CPU until it has joined the others."""
+        return torch.device("cpu") if self._rank_worker is None else self._rank_worker.device
+
+    @property
     def _worker(self) -> Worker:
         assert self._rank_worker is not None, "join comes before every other command"
         return self._rank_worker
