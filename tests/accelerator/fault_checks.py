@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding import RayshardingError
+from raysharding import RayshardingError, current_worker
 from raysharding import distributed as rs
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.checkpoint import FileReader
 from raysharding.config import Loading, Sharding
 from raysharding.distributed import init_mesh, shard_module, train_step
-from raysharding.distributed.comm import waits_for_others
+from raysharding.distributed.comm import is_busy, waits_for_others
 from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.fully_shard import cut, is_recoverable, local_tensor, reshard
 from raysharding.distributed.loading import load as streams
@@ -384,7 +384,7 @@ class Hang:
         time.sleep(HANG_S / 3)
         until = time.monotonic() + HANG_S / 3
         while time.monotonic() < until:
-            self.looks.append(waits_for_others(sys._current_frames()[self._waits], device))
+            self.looks.append(waits_for_others(sys._current_frames()[self._waits]) or is_busy(device))
             time.sleep(0.01)
 
 
@@ -477,6 +477,15 @@ def hang_on_rank_1(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if dist.get_rank() == 1:
         time.sleep(60)
     return (output - targets).square().mean()
+
+
+def read_beside_rank_1() -> None:
+    """Read on the host what rank 1 would send, which never comes to it."""
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    value = torch.ones(1, device=current_worker().device)
+    dist.all_reduce(value)
+    value.item()
 
 
 class _LostInBackward(torch.autograd.Function):

@@ -12,8 +12,8 @@ from tests.group.standing import Driver, StandingCluster
 
 pytestmark = pytest.mark.timeout(180)
 
-NUM_FIRST = {"driver": 1, "controller": 2}
-"""First calls: `ping`; `probe` of each rank."""
+NUM_LOST = {"driver": 3, "controller": 2}
+"""Calls that are lost: `ping`, and when it is repeated; `probe` of each rank."""
 
 PROGRAM = """
 ray.shutdown()
@@ -24,10 +24,10 @@ with make() as group:
 
 
 @pytest.mark.parametrize("lost", ["req", pytest.param("resp", marks=pytest.mark.full)])
-@pytest.mark.parametrize("caller", NUM_FIRST)
+@pytest.mark.parametrize("caller", NUM_LOST)
 def test_first_calls_that_are_lost(caller: str, lost: str, standing: StandingCluster, checkpoint: Path) -> None:
     """By Ray's own fault injection, at the request or, after the method ran, at the response."""
-    failures = {"num_failures": NUM_FIRST[caller], f"{lost}_failure_prob": 100}
+    failures = {"num_failures": NUM_LOST[caller], f"{lost}_failure_prob": 100}
     variables = {"RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": failures})}
     of_driver, of_workers = (variables, {}) if caller == "driver" else ({}, variables)
     cluster = replace(standing, environment={**standing.environment, **of_driver})

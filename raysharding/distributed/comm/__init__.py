@@ -47,6 +47,7 @@ from raysharding.distributed.comm.rendezvous import (
 from raysharding.distributed.comm.spanning_group import PeerLostError, SpanningGroup
 from raysharding.distributed.comm.waiting import (
     HostCopy,
+    is_busy,
     to_host,
     wait_for,
     wait_for_event,

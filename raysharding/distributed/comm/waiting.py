@@ -6,7 +6,6 @@ queued on a stream. The rank then waits where it needs the result, which is in n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.comm.device import device_module, is_accelerator
+from raysharding.distributed.comm.device import is_accelerator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +25,7 @@ _waits: set[CodeType] = set()
 _POLL_S = 1e-4
 """Pause between two queries of an event: short beside a copy of a bucket. The wait is in a frame of ours, which that of
 `synchronize` of torch's own event classes is not."""
-_FINISH_S = 0.2
+_BUSY_S = 0.1
 
 
 def waits_for_ranks(function: Function) -> Function:
@@ -35,31 +34,30 @@ def waits_for_ranks(function: Function) -> Function:
     return function
 
 
-def waits_for_others(frame: FrameType, device: torch.device) -> bool:
-    """Return True if a thread waits in a collective for other ranks, or for a device that may; takes 0.2 s at most.
+def waits_for_others(frame: FrameType) -> bool:
+    """Return True if a thread whose innermost Python frame is `frame` waits in a collective for other ranks."""
+    return frame.f_code in _waits or f"torch{os.sep}distributed" in frame.f_code.co_filename
 
-    Args:
-        frame: Innermost Python frame of the thread.
-        device: Device of this rank.
+
+def is_busy(device: torch.device) -> bool:
+    """Return True if an accelerator does not finish in 0.1 s what its default stream holds.
+
+    It computes, or a collective in the stream waits for other ranks. Not for a rank that goes on: CUDA allows no
+    synchronization beside the capture of a graph.
     """
-    if frame.f_code in _waits or f"torch{os.sep}distributed" in frame.f_code.co_filename:
-        return True
-    # A model that reads a value on the host waits in a frame of its own, behind all collectives of its forward.
-    return is_accelerator(device) and not _finishes(device)
-
-
-def _finishes(device: torch.device) -> bool:
-    """Return True if the default stream of an accelerator finishes at once what it holds."""
+    if not is_accelerator(device):
+        return False
     finished = threading.Event()
 
     def synchronize() -> None:
-        with contextlib.suppress(RuntimeError):  # the device is dead: it waits for nothing
-            device_module(device).current_stream(device).synchronize()  # a new thread has the default one
-        finished.set()
+        try:
+            torch.accelerator.current_stream(device).synchronize()  # a new thread has the default one
+        finally:
+            finished.set()  # a device that is dead waits for nothing
 
     # Nothing waits for the thread, which may stay there until the process ends.
     threading.Thread(target=synchronize, name="look at device", daemon=True).start()
-    return finished.wait(_FINISH_S)
+    return not finished.wait(_BUSY_S)
 
 
 @waits_for_ranks

@@ -192,13 +192,13 @@ class _Param:
     """Parameter that is registered outside of the context: a DTensor, or one that FSDP2 does not shard."""
     full: nn.Parameter | None = None
     """Full shape; `None` on a rank that gets none."""
-    version: int = 0
+    num_writes: int = 0
     """torch's count of the writes to `full` when it was gathered."""
 
     @property
     def is_written(self) -> bool:
         """True if the body has written to the full parameter or replaced it; torch does not count writes to `.data`."""
-        return self.full is not None and (self.value() is not self.full or self.full._version != self.version)
+        return self.full is not None and (self.value() is not self.full or _num_writes(self.full) != self.num_writes)
 
     def register(self, parameter: nn.Parameter) -> None:
         for owner, leaf in self.places:
@@ -220,6 +220,10 @@ class _Param:
                 f"{self.name}: {found} now; inside summon_full_params a parameter keeps its shape {shape}"
             )
         return new
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # the tensors of inference mode have no counter
 
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
@@ -312,7 +316,7 @@ class _FullParams:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
                 item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
-                item.version = item.full._version
+                item.num_writes = _num_writes(item.full)
 
     def gather_grads(self, present: Container[str]) -> None:
         """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""

@@ -61,8 +61,8 @@ _END_S = 20.0
 _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
-_ATTACH_S = 5.0
-"""Longest time from the start of a controller to its driver's `attach`."""
+_ATTACH_S = 8.0
+"""Longest time from the start of a controller to its driver's `attach`, after a `ping` that may be repeated."""
 _PING_RETRIES = 10
 """Each takes a second or more, also while Ray starts the actor anew; not without end: Ray prints a line of each."""
 

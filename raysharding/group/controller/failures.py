@@ -68,7 +68,8 @@ def rank_hung(
         what += ", and its process answers no questions" + (f"; {snapshot.state}" if snapshot else "")
         where = snapshot.stacks if snapshot else ""
     else:
-        what += ": waits in a collective for other ranks" if stacks.in_collective else ""
+        busy = ": its device computes, or waits for other ranks" if stacks.is_busy else ""
+        what += ": waits in a collective for other ranks" if stacks.in_collective else busy
         where = stacks.text
     failure = replace(_plain(info, "hung", phase, what), traceback=where)
     return Observed(failure, follows=stacks is not None and stacks.in_collective)

@@ -119,7 +119,7 @@ class Ranks:
 
     async def inspect(self, late: Sequence[int]) -> tuple[dict[int, Stacks], dict[int, ProcessSnapshot]]:
         """Return the stacks of those of these ranks that answer, and snapshots of the others; takes 1 s at most."""
-        asking = start(self.ask("stacks", within_s=_ANSWER_S, ranks=late))
+        asking = start(self.ask("stacks", True, within_s=_ANSWER_S, ranks=late))
         await asyncio.wait([asking], timeout=_SILENT_S)
         if asking.done() and not asking.result().silent:
             return dict(asking.result().replies), {}

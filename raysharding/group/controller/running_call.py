@@ -330,6 +330,11 @@ class RunningCall:
         late = self._unfinished()
         if not late:
             return False
+        waiting = {rank for rank, one in stacks.items() if one.in_collective or one.is_busy}
+        if self.finished or not waiting.issuperset(late):
+            # A rank is elsewhere, so that the device of another one waits for it: its model reads a value on the host,
+            # in a frame of its own, behind a collective.
+            stacks = {rank: replace(one, in_collective=rank in waiting) for rank, one in stacks.items()}
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
             details = self.phase(rank), self.submission.deadline_s, stacks.get(rank), snapshots.get(rank)

@@ -104,3 +104,5 @@ class Stacks:
     """The work thread's first, formatted."""
     in_collective: bool
     """True if the work thread waits inside torch.distributed, so for another rank."""
+    is_busy: bool = False
+    """True if the device, asked for a late rank, computes or waits for other ranks: the thread may wait for it."""

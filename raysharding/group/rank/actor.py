@@ -206,9 +206,13 @@ class RankActor:
         return self._commands.status()
 
     @ray.method(concurrency_group="control")
-    def stacks(self) -> Stacks:
-        """Format the stacks of all threads but Ray's and the control threads, the work thread's first."""
-        from raysharding.distributed.comm import waits_for_others
+    def stacks(self, is_late: bool = False) -> Stacks:
+        """Format the stacks of all threads but Ray's and the control threads, the work thread's first.
+
+        Args:
+            is_late: True to look at the device, too, which may take 0.1 s.
+        """
+        from raysharding.distributed.comm import is_busy, waits_for_others
 
         self._control_threads.add(threading.get_ident())
         frames = sys._current_frames()
@@ -217,7 +221,8 @@ class RankActor:
         for ident, frame in frames.items():
             if ident not in self._control_threads and not _is_rays_own(frame):
                 parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
-        return Stacks("\n".join(parts), work is not None and waits_for_others(work, self._commands.device))
+        in_collective = work is not None and waits_for_others(work)
+        return Stacks("\n".join(parts), in_collective, is_late and not in_collective and is_busy(self._commands.device))
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:

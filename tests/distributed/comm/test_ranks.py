@@ -185,7 +185,7 @@ def look(waiting: int, seen: list[bool]) -> None:
     until = time.monotonic() + LATE_S / 2
     time.sleep(0.1)
     while time.monotonic() < until:
-        seen.append(waits_for_others(sys._current_frames()[waiting], torch.device("cpu")))
+        seen.append(waits_for_others(sys._current_frames()[waiting]))
         time.sleep(0.01)
 
 

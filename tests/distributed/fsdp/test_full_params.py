@@ -193,6 +193,9 @@ def test_what_the_body_writes_counts_as_a_change_on_every_rank() -> None:
     assert [one != other for one, other in itertools.pairwise(versions)] == expected
     rs.fsdp.apply(module, lambda one: nn.init.ones_(one.get_parameter("weight")))
     assert version(module, None) != versions[-1]
+    for rank0_only in (False, True):  # tensors of inference mode have no count
+        with torch.inference_mode(), summon_full_params(module, writeback=False, rank0_only=rank0_only):
+            assert (rank0_only and rank()) or bool((module.get_parameter("weight") == 1.0).all())
 
 
 @on_ranks(3)

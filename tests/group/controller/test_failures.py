@@ -141,7 +141,8 @@ def test_a_copy_of_an_error_holds_no_frames() -> None:
 def test_a_rank_that_used_nccl_wrongly_is_the_cause(said: str) -> None:
     """Not the one that waits for it, which on a GPU need not be seen to."""
     wrong = rank_raised(info(1), raised(dist.DistBackendError(f"NCCL error in: x.cpp\n{said}: something is wrong")))
-    waits = rank_hung(info(0), "call", 5.0, Stacks("in .item()", in_collective=False))
+    waits = rank_hung(info(0), "call", 5.0, Stacks("in .item()", in_collective=False, is_busy=True))
+    assert "its device computes, or waits for other ranks" in waits.failure.message
     assert judge([wrong, waits], "call", timed_out=True).primary == wrong.failure
     assert not all_recovered([wrong])
 
