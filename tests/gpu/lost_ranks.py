@@ -139,7 +139,7 @@ def lose(
     assert primary_is in (None, primary), f"{said}; the error: {error}"
     assert not isinstance(error, CallTimeoutError) or took < CALL_S + 10, said
     if isinstance(error, CallTimeoutError) and primary_is is not None:
-        waits = [rank for rank, one in error.failures.items() if "waits in a collective" in one.message]
+        waits = [rank for rank, one in error.failures.items() if "for other ranks" in one.message]
         assert waits == [rank.rank for rank in group.ranks if rank.rank != LOST], f"{said}; the error: {error}"
     return said
 

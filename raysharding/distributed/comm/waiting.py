@@ -6,6 +6,7 @@ queued on a stream. The rank then waits where it needs the result, which is in n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -42,18 +43,17 @@ def waits_for_others(frame: FrameType) -> bool:
 def is_busy(device: torch.device) -> bool:
     """Return True if an accelerator does not finish in 0.1 s what its default stream holds.
 
-    It computes, or a collective in the stream waits for other ranks. Not for a rank that goes on: CUDA allows no
-    synchronization beside the capture of a graph.
+    It computes, or a collective in the stream waits for other ranks. Only for a rank that is late: beside the capture
+    of a graph the synchronization may fail the capture.
     """
     if not is_accelerator(device):
         return False
     finished = threading.Event()
 
     def synchronize() -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # a device that is dead waits for nothing
             torch.accelerator.current_stream(device).synchronize()  # a new thread has the default one
-        finally:
-            finished.set()  # a device that is dead waits for nothing
+        finished.set()
 
     # Nothing waits for the thread, which may stay there until the process ends.
     threading.Thread(target=synchronize, name="look at device", daemon=True).start()

@@ -62,7 +62,7 @@ _NUM_NOTES = 100
 _RENEWALS = 3
 _EXIT_S = 0.2
 _ATTACH_S = 8.0
-"""Longest time from the start of a controller to its driver's `attach`, after a `ping` that may be repeated."""
+"""Longest time from the start of a controller to its driver's `attach`, with what repeats of `ping` take before it."""
 _PING_RETRIES = 10
 """Each takes a second or more, also while Ray starts the actor anew; not without end: Ray prints a line of each."""
 

@@ -52,7 +52,13 @@ def rank_died(info: RankInfo, phase: str, error: BaseException, *, is_made: bool
 
 
 def rank_hung(
-    info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, snapshot: ProcessSnapshot | None = None
+    info: RankInfo,
+    phase: str,
+    deadline_s: float,
+    stacks: Stacks | None,
+    snapshot: ProcessSnapshot | None = None,
+    *,
+    is_missed: bool = False,
 ) -> Observed:
     """Describe a rank that did not finish in time.
 
@@ -62,6 +68,7 @@ def rank_hung(
         deadline_s: Deadline that passed, in seconds.
         stacks: Stacks that the rank reported; `None` if it did not answer.
         snapshot: Snapshot of its process that another process made; `None` without one.
+        is_missed: True if another rank is elsewhere, for which a device that does not finish waits.
     """
     what, where = f"not finished after {deadline_s:g} s", ""
     if stacks is None:
@@ -72,7 +79,7 @@ def rank_hung(
         what += ": waits in a collective for other ranks" if stacks.in_collective else busy
         where = stacks.text
     failure = replace(_plain(info, "hung", phase, what), traceback=where)
-    return Observed(failure, follows=stacks is not None and stacks.in_collective)
+    return Observed(failure, follows=stacks is not None and (stacks.in_collective or (stacks.is_busy and is_missed)))
 
 
 def rank_stopped(info: RankInfo, phase: str) -> Observed:

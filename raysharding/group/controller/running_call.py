@@ -330,15 +330,13 @@ class RunningCall:
         late = self._unfinished()
         if not late:
             return False
+        # A model that reads a value on the host behind a collective waits in a frame of its own.
         waiting = {rank for rank, one in stacks.items() if one.in_collective or one.is_busy}
-        if self.finished or not waiting.issuperset(late):
-            # A rank is elsewhere, so that the device of another one waits for it: its model reads a value on the host,
-            # in a frame of its own, behind a collective.
-            stacks = {rank: replace(one, in_collective=rank in waiting) for rank, one in stacks.items()}
+        is_missed = bool(self.finished) or not waiting.issuperset(late)
         self._is_late, self._arrived = True, _arrivals(late, self.finished, stacks, len(self.ranks))
         for rank in late:
             details = self.phase(rank), self.submission.deadline_s, stacks.get(rank), snapshots.get(rank)
-            self._observed.append(failures.rank_hung(self.ranks.members[rank].info, *details))
+            self._observed.append(failures.rank_hung(self.ranks.members[rank].info, *details, is_missed=is_missed))
         # Late ranks that did not answer come first, ranks that wait for others last.
         self._observed.sort(key=lambda one: (one.follows, one.failure.rank in stacks))
         return True
@@ -378,11 +376,13 @@ class RunningCall:
 def _arrivals(late: Sequence[int], finished: Collection[int], stacks: dict[int, Stacks], world_size: int) -> str:
     """Return which ranks wait for which, as the end of a sentence; empty if none waits."""
     waiting = [rank for rank in late if rank in stacks and stacks[rank].in_collective]
-    if not waiting:
-        return ""
-    if len(waiting) == world_size:
+    absent = [rank for rank in late if rank not in waiting and not (rank in stacks and stacks[rank].is_busy)]
+    if len(waiting) == world_size > 1:
+        if any(stacks[rank].is_busy for rank in waiting):  # some may wait for a device that computes
+            return "; all ranks wait, in collectives or for their devices: see their stacks"
         return "; all ranks wait in collectives, so not in the same one: see their stacks"
-    absent = [rank for rank in late if rank not in waiting]
+    if not waiting or not (absent or finished):
+        return ""
     said = [f"{_ranks(waiting)} in a collective that"]
     if absent:
         said.append(f"{_ranks(absent)} did not reach")

@@ -105,4 +105,4 @@ class Stacks:
     in_collective: bool
     """True if the work thread waits inside torch.distributed, so for another rank."""
     is_busy: bool = False
-    """True if the device, asked for a late rank, computes or waits for other ranks: the thread may wait for it."""
+    """True if the device, asked for a late rank only, computes or waits for other ranks: the thread may wait for it."""

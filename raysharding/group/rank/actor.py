@@ -222,7 +222,7 @@ class RankActor:
             if ident not in self._control_threads and not _is_rays_own(frame):
                 parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
         in_collective = work is not None and waits_for_others(work)
-        return Stacks("\n".join(parts), in_collective, is_late and not in_collective and is_busy(self._commands.device))
+        return Stacks("\n".join(parts), in_collective, is_late and work is not None and is_busy(self._commands.device))
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:
