@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.fully_shard import inner_tensor, named_submodules, parameter_groups
+from raysharding.distributed.fully_shard import named_submodules, num_writes, parameter_groups
 
 Version = tuple[object, ...]
 """State of a rank's module and optimizer, as far as changes to it can be detected."""
@@ -29,10 +29,10 @@ def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Versi
     held = list(_held(module))
     trained = tuple(tensor.requires_grad for tensor in held)
     if optimizer is None:
-        return sum(map(_writes, held)), trained
+        return sum(map(num_writes, held)), trained
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     # A schedule sets hyperparameters without a write to a tensor; and the optimizer may be another one.
-    return sum(map(_writes, (*held, *kept))), trained, id(optimizer), *map(_hyperparameters, optimizer.param_groups)
+    return sum(map(num_writes, (*held, *kept))), trained, id(optimizer), *map(_hyperparameters, optimizer.param_groups)
 
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -56,12 +56,4 @@ def _hyperparameters(group: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     # A tensor's value may be on a GPU: a read would wait for all work queued there.
-    return (id(value), _writes(value)) if isinstance(value, torch.Tensor) else value
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, DTensor):
-        # A DTensor counts the writes to itself; its inner tensor counts the writes to the result of `to_local`.
-        return tensor._version + _writes(inner_tensor(tensor))
-    # An inference tensor has no counter, and cannot be written outside inference mode.
-    return 0 if tensor.is_inference() else tensor._version
+    return (id(value), num_writes(value)) if isinstance(value, torch.Tensor) else value

@@ -129,6 +129,7 @@ def summed() -> Callable[[], tuple[tuple[int, ...], float]]:
             weight = module.get_parameter("0.weight")
             found = tuple(weight.shape), float(weight.sum())
             weight.fill_(2.0)
+            module.get_parameter("0.bias").data.fill_(3.0)
         return found
 
     return look
@@ -148,5 +149,7 @@ def test_full_parameters_inside_a_call(fresh: ShardedModelGroup, checkpoint: Pat
     for shape, total in fresh.call(summed()):
         assert shape == (16, 8)
         assert total == pytest.approx(expected.sum().item(), abs=1e-4)
-    assert torch.equal(fresh.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))
+    found = fresh.state_dict(["0.weight", "0.bias"])
+    assert torch.equal(found["0.weight"], torch.full((16, 8), 2.0))
+    assert torch.equal(found["0.bias"], torch.full((16,), 3.0))
     assert weights_version() == before + 1

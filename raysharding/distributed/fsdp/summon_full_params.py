@@ -30,6 +30,7 @@ from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
     named_submodules,
+    num_writes,
     over_ranks_of,
     reduce_replicated_gradients,
     refusing_use,
@@ -195,11 +196,6 @@ class _Param:
     num_writes: int = 0
     """torch's count of the writes to `full` when it was gathered."""
 
-    @property
-    def is_written(self) -> bool:
-        """True if the body has written to the full parameter or replaced it; torch does not count writes to `.data`."""
-        return self.full is not None and (self.value() is not self.full or _num_writes(self.full) != self.num_writes)
-
     def register(self, parameter: nn.Parameter) -> None:
         for owner, leaf in self.places:
             # Not into the table: some modules (nn.LSTM) keep a list of their parameters, which `setattr` renews.
@@ -220,10 +216,6 @@ class _Param:
                 f"{self.name}: {found} now; inside summon_full_params a parameter keeps its shape {shape}"
             )
         return new
-
-
-def _num_writes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # the tensors of inference mode have no counter
 
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
@@ -316,7 +308,7 @@ class _FullParams:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
                 item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
-                item.num_writes = _num_writes(item.full)
+                item.num_writes = num_writes(item.full)
 
     def gather_grads(self, present: Container[str]) -> None:
         """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
@@ -338,8 +330,10 @@ class _FullParams:
             if item.full is not None:
                 try:
                     if self.options.writeback:
-                        values[item.name] = item.value().detach()
-                        is_written |= item.is_written
+                        value = item.value()
+                        values[item.name] = value.detach()
+                        # Not by a write to `.data`, which torch does not count.
+                        is_written |= value is not item.full or num_writes(value) != item.num_writes
                 except RuntimeError as failure:
                     error = error or failure
                 item.register(item.sharded)

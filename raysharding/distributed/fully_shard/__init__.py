@@ -43,6 +43,7 @@ from raysharding.distributed.fully_shard.layout import (
     message_device,
     module_tensors,
     named_submodules,
+    num_writes,
     persistent_names,
     shard_index_of,
     tensor_layout,

@@ -135,6 +135,15 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return torch's count of the writes to a tensor, which leaves out those through `.data`."""
+    if isinstance(tensor, DTensor):
+        # A DTensor counts the writes to itself; its inner tensor counts the writes to the result of `to_local`.
+        return tensor._version + num_writes(inner_tensor(tensor))
+    # An inference tensor has no counter, and cannot be written outside inference mode.
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the tensor inside a DTensor by one of the same shape; mesh and placements stay."""
     tensor._local_tensor = local
